@@ -69,7 +69,7 @@ def test_batches_of_a_recipe_that_grow_fit_four_ranks() -> None:
     growth = {"optim.batch_schedule": "0:1024,30:2048,45:3584"}
     config = load_config("cifar10-resnet18", values | growth)
     sizes = resolve_batch_sizes(*requested_batch(config, 4))
-    assert [batch for _, batch in batch_stages(config.optim, sizes, 4)] == [2048, 3584]
+    assert [batch for _, batch in batch_stages(config.optim, sizes)] == [2048, 3584]
 
 
 def test_defaults_below_recipe_below_flags(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def plans(draw: st.DrawFn) -> BatchPlan:
     return BatchPlan(
         samples=draw(st.integers(1, 60)),
         epochs=draw(st.integers(1, 4)),
-        global_batch=micro * world * draw(st.integers(1, 4)),
+        global_batch=micro * draw(st.integers(1, 12)),
         micro_batch=micro,
         world_size=world,
     )
@@ -237,7 +237,7 @@ def test_one_end_at_least_an_epoch_and_always_the_last(plan: BatchPlan) -> None:
 
 def test_indivisible_batch() -> None:
     with pytest.raises(ValueError, match=r"global_batch = 10 is not a multiple"):
-        BatchPlan(samples=4, epochs=1, global_batch=10, micro_batch=2, world_size=2)
+        BatchPlan(samples=4, epochs=1, global_batch=10, micro_batch=4, world_size=2)
 
 
 def test_steps_and_ranks_that_do_not_exist() -> None:

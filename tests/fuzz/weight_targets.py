@@ -67,7 +67,7 @@ def _parts() -> dict[str, Any]:
         "model": {"w": torch.arange(12.0).reshape(3, 4)},
         "batch_norm": {
             "rows": torch.rand(2, 2, 4), "names": ["bn"], "widths": [4],
-            "tracked": [torch.tensor(5)],
+            "tracked": torch.tensor([[5], [3]]),
         },
         "optimizer": {"state": {0: {"momentum_buffer": torch.rand(6)}}, "param_groups": [{"lr": 1}]},
         "precision": {"scale": 1024.0, "quiet_steps": 7.0},

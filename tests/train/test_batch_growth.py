@@ -171,7 +171,7 @@ def test_refused_settings(values: dict[str, Any], field: str) -> None:
 def test_refused_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.global_batch_size"):
         BatchGrowth.parse("0:8,1:16").first_batch(16)
-    with pytest.raises(ConfigError, match="not a multiple of 16"):
+    with pytest.raises(ConfigError, match="not a multiple of the micro-batch 16"):
         BatchGrowth.parse("0:16,1:40").after(16, 16, ())
     with pytest.raises(ConfigError) as caught:
         BatchGrowth.parse("x4:40").after(16, 16, (1.0,))

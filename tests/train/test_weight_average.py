@@ -138,7 +138,7 @@ def test_frozen_and_shared_parameters_are_in_the_state_as_they_are() -> None:
     assert torch.equal(saved["again.weight"], saved["fc.weight"])
     assert not torch.equal(saved["fc.weight"], model.fc.weight)
     fresh = made_step(model=Shared())
-    average_of(fresh).restore(average.capture(step.group), step.group)
+    average_of(fresh).restore(average.capture(step.group), torch.ones(1, 0), step.group)
     assert torch.equal(averaged(fresh), averaged(step))
 
 

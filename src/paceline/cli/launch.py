@@ -50,9 +50,10 @@ def launch_ranks(config: RunConfig, node: Node, max_restarts: int, min_ranks: in
         raise ConfigError("--max-restarts", max_restarts, "needs one node", "start with torchrun")
     config.check_job(Job(processes=node.world_size))
     asked = requested_batch(config, node.world_size)
-    sizes = resolve_batch_sizes(*asked)
-    if asked[:2] != (None, None):
-        batch_stages(config.optim, sizes, node.world_size)
+    if not config.run.resume:  # a resumed run keeps the sizes in its checkpoint
+        sizes = resolve_batch_sizes(*asked)
+        if asked[:2] != (None, None):
+            batch_stages(config.optim, sizes)
     return launch(
         node, without_options(sys.argv[1:], _LAUNCHER_OPTIONS), max_restarts=max_restarts,
         stops=user_signals(config.checkpoint, "stop"),

@@ -125,8 +125,9 @@ def date(seconds_since_1970: float | None) -> str:
 
 
 def plural(amount: int, noun: str) -> str:
-    """Formats an amount with its noun, as in `1 rank` and `2 ranks`."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+    """Formats an amount with its noun, as in `1 rank`, `2 ranks` and `2 batches`."""
+    ending = "" if amount == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{amount:,} {noun}{ending}"
 
 
 def text_of(value: Any) -> str:

@@ -199,7 +199,7 @@ class BatchPlan:
 
     The first step is 0. A global batch may span two epochs. Only the last global batch may be
     short. The micro-batches of a step do not depend on the number of ranks (except with `shares`),
-    but their assignment to ranks does.
+    but their assignment to ranks does. Ranks may have different numbers of micro-batches.
 
     Attributes:
         samples: Number of training samples.
@@ -225,10 +225,9 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         for batch in (self.global_batch, *(batch for _, batch in self.growth)):
-            if batch < 1 or batch % (self.micro_batch * self.world_size):
+            if batch < 1 or batch % self.micro_batch:
                 raise ValueError(
-                    f"global_batch = {batch} is not a multiple of micro_batch · "
-                    f"world_size = {self.micro_batch} · {self.world_size}"
+                    f"global_batch = {batch} is not a multiple of micro_batch = {self.micro_batch}"
                 )
         object.__setattr__(self, "_stages", tuple(self._find_stages()))
 
@@ -254,9 +253,9 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank in a full step, at the largest global batch of the run."""
+        """Most micro-batches of a rank in a full step, at the largest global batch of the run."""
         largest = max(batch for _, _, batch in self._stages)
-        return largest // (self.micro_batch * self.world_size)
+        return -(-largest // (self.micro_batch * self.world_size))
 
     @property
     def steps_per_epoch(self) -> float:
@@ -298,7 +297,8 @@ class BatchPlan:
         """Returns the positions of this rank's micro-batches in `step`.
 
         A short step has as few micro-batches as possible, whose sizes differ by at most one.
-        Micro-batch j belongs to rank j modulo `world_size`, so some ranks may have none.
+        Micro-batch j belongs to rank j modulo `world_size`, so ranks may have different numbers of
+        micro-batches, or none.
         """
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of {self.world_size}")

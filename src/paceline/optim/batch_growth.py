@@ -73,19 +73,19 @@ class BatchGrowth:
             )  # fmt: skip
         return first
 
-    def after(self, first: int, unit: int, decay_epochs: Sequence[float]) -> Stages:
+    def after(self, first: int, micro_batch: int, decay_epochs: Sequence[float]) -> Stages:
         """Computes the stages after the first batch.
 
         Args:
             first: First global batch of the run.
-            unit: Micro-batch size times number of ranks. Every batch must be a multiple of `unit`.
+            micro_batch: Size of a micro-batch. Every batch must be a multiple of it.
             decay_epochs: Epochs at which a rule multiplies the batch.
 
         Returns:
             Epoch and new global batch of each growth.
 
         Raises:
-            ConfigError: If a batch is not a multiple of `unit`.
+            ConfigError: If a batch is not a multiple of `micro_batch`.
         """
         stages = tuple(stage for stage in self.stages if stage[0] > 0)
         if self.factor > 1:
@@ -100,13 +100,12 @@ class BatchGrowth:
                 if batch != before and epoch > 0
             )
         for epoch, batch in stages:
-            if batch % unit:
-                near = [n for n in (batch // unit * unit, (batch // unit + 1) * unit) if n]
+            if batch % micro_batch:
                 raise ConfigError(
                     FIELD, self.text,
-                    f"the batch of {batch} at epoch {epoch:g} is not a multiple of {unit}, the "
-                    "micro-batches of all ranks",
-                    f"use {' or '.join(map(str, near))}, or another --batch-size",
+                    f"the batch of {batch} at epoch {epoch:g} is not a multiple of the micro-batch "
+                    f"{micro_batch}",
+                    f"use {nearest_multiples(batch, micro_batch)}, or another --batch-size",
                 )  # fmt: skip
         return stages
 
@@ -123,6 +122,36 @@ class BatchGrowth:
         if batch == first or mode == "constant":
             return 1.0
         return math.sqrt(batch / first) if mode == "sqrt" else batch / first
+
+
+def largest_micro_batch(batch: int, ranks: int, most: int) -> int:
+    """Returns the largest micro-batch of at most `most` samples that keeps all ranks about equally busy.
+
+    If the ranks can divide the batch evenly, the micro-batch divides the part of a rank. Otherwise, it
+    divides the batch, and no rank has more than 4/3 of an even part.
+
+    Args:
+        batch: Number of samples in a step.
+        ranks: Number of ranks.
+        most: Largest micro-batch.
+    """
+    part = -(-batch // ranks)
+    if batch % ranks == 0:
+        count = -(-part // most)
+        while part % count:
+            count += 1
+        return part // count
+    return max(
+        size
+        for size in range(1, min(batch, most) + 1)
+        if batch % size == 0 and 3 * size * -(-batch // (size * ranks)) <= 4 * part
+    )
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """Returns text with the multiples of `unit` above 0 next to `value`, such as `128 or 192`."""
+    below, above = value // unit * unit, (value // unit + 1) * unit
+    return f"{below} or {above}" if below else str(above)
 
 
 def describe_stages(first: int, stages: Stages) -> str:

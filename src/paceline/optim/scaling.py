@@ -18,6 +18,7 @@ from paceline.core.batch_range import (
     largest_batch_in_range,
 )
 from paceline.core.errors import ConfigError, nearest
+from paceline.optim.batch_growth import largest_micro_batch
 from paceline.optim.rule_settings import AdamSettings, LarsSettings, MuonSettings
 from paceline.optim.scaling_report import Choice, Scaling
 from paceline.optim.settings import OptimSettings
@@ -122,6 +123,8 @@ class Target:
         ranks: Number of ranks.
         first_batch: First global batch of a resumed run, which must not change; None for a new run.
         grows_at: Epoch at which the batch of a resumed run grows; None for a new run.
+        micro_batch: Micro-batch of a resumed run, which does not depend on the number of ranks; None for
+            a new run.
     """
 
     batch: int
@@ -130,6 +133,7 @@ class Target:
     ranks: int = 1
     first_batch: int | None = None
     grows_at: float | None = None
+    micro_batch: int | None = None
 
     @property
     def steps_per_epoch(self) -> float:
@@ -383,7 +387,7 @@ class _Rule:
         """Keeps the recipe's batch-norm group, or chooses a smaller one that divides a rank's batch.
 
         Returns:
-            The size of the batch-norm group; None if a later check will refuse the batch.
+            The size of the batch-norm group; None if neither recipe nor user give one.
 
         Raises:
             ConfigError: If the group is smaller than a quarter of the recipe's group.
@@ -392,10 +396,11 @@ class _Rule:
             return self.recipe.norm_group
         wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
         batch, ranks = math.gcd(self.target.batch, self.target.first_batch or 0), self.target.ranks
-        rank_batch = batch // ranks
-        if batch % ranks or rank_batch < 1:
-            return None  # `resolve` will refuse the batch and name the nearest possible batches
-        group = _norm_group(rank_batch, wanted)
+        if kept := self.target.micro_batch:
+            self.set("run.batch_size", kept, "as at the start of this run")
+            return kept
+        rank_batch = -(-batch // ranks)
+        group = largest_micro_batch(batch, ranks, wanted)
         if 4 * group < min(wanted, rank_batch):
             raise ConfigError(
                 "run.global_batch_size", self.target.batch,
@@ -460,11 +465,3 @@ class _Rule:
         wanted = AVERAGE_SHARE * self.target.epochs
         if steps <= AVERAGED_STEPS_PER_EPOCH and wanted * steps >= LEAST_AVERAGED_STEPS:
             self.set("run.average_epochs", wanted, "a fifteenth of the run")
-
-
-def _norm_group(rank_batch: int, wanted: int) -> int:
-    """Returns the largest micro-batch of at most `wanted` samples that divides `rank_batch`."""
-    parts = -(-rank_batch // wanted)
-    while rank_batch % parts:
-        parts += 1
-    return rank_batch // parts

@@ -51,10 +51,6 @@ class VirtualStatistics(BatchNormState):
             self.tracked.expand(ranks, -1).clone(),
         )
 
-    @property
-    def saved_tracked(self) -> Tensor:
-        return self.kept_tracked[0]
-
     def load(self, rank: int) -> None:
         """Makes the layers use the statistics of a virtual rank."""
         self.flat.copy_(self.kept[rank])
@@ -66,15 +62,23 @@ class VirtualStatistics(BatchNormState):
         self.kept_tracked[rank].copy_(self.tracked)
 
     def average(self, group: Group) -> Tensor:
-        return pool(self.kept)
+        return pool(self.kept, self.kept_tracked)
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor:
         if average:
-            kept.copy_(pool(kept))
+            kept.copy_(pool(kept, self.kept_tracked))
         return (kept[:1] if average else kept).detach().cpu().clone()
 
-    def own_rows(self, rows: Tensor, group: Group) -> Tensor:
-        return rows if len(rows) == len(self.kept) else pool(rows)
+    def gather_tracked(self, group: Group, *, average: bool = False) -> Tensor:
+        if average:
+            self.kept_tracked.copy_(self.kept_tracked.amax(0))
+        return (self.kept_tracked[:1] if average else self.kept_tracked).detach().cpu().clone()
+
+    def own_rows(self, rows: Tensor, tracked: Tensor, group: Group) -> Tensor:
+        return rows if len(rows) == len(self.kept) else pool(rows, tracked)
+
+    def own_tracked(self, tracked: Tensor, group: Group) -> Tensor:
+        return tracked if len(tracked) == len(self.kept) else tracked.amax(0)
 
 
 class Rehearsal(Synchronous):
@@ -85,6 +89,7 @@ class Rehearsal(Synchronous):
     """
 
     name = "rehearsal"
+    equal_parts = "the predicted times are of ranks with equal parts"
     one_batch = "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
     shown = (
         ShownField("predicted_s", "cluster's time (predicted)", "duration", "cluster time",

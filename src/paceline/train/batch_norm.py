@@ -15,9 +15,9 @@ from paceline.comm.group import Group
 class BatchNormState:
     """The running statistics of this rank in one flat buffer.
 
-    The average over N ranks treats each rank's images as one of N equal parts of a population. The
-    average mean is the mean of the means; the average variance is the mean of the variances plus the
-    variance of the means.
+    The average over ranks treats each rank's images as a part of a population, in proportion to the
+    number of batches that the rank has processed. The average mean is the mean of the means; the average
+    variance is the mean of the variances plus the variance of the means.
 
     Attributes:
         flat: Running means (row 0) and running variances (row 1) of all layers, one after the other. The
@@ -65,11 +65,6 @@ class BatchNormState:
         self.kept, self.kept_tracked = flat, tracked
         self._flat_before, self._tracked_before = flat.clone(), tracked.clone()
 
-    @property
-    def saved_tracked(self) -> Tensor:
-        """Number of batches that each layer has processed, for the checkpoint of rank 0."""
-        return self.kept_tracked
-
     def keys(self) -> frozenset[str]:
         """Returns the keys of the statistics in the model's state dict."""
         parts = ("running_mean", "running_var", "num_batches_tracked")
@@ -97,7 +92,7 @@ class BatchNormState:
 
     def average(self, group: Group) -> Tensor:
         """Returns the statistics averaged over ranks, which are bit-identical on all ranks."""
-        return average_over_ranks(self.flat, group)
+        return average_over_ranks(self.flat, self.tracked, group)
 
     @contextmanager
     def averaged(self, group: Group) -> Iterator[None]:
@@ -115,26 +110,42 @@ class BatchNormState:
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
         """Gathers a tensor with the shape of `kept` from all ranks on rank 0; see `gather_rows`."""
-        return gather_rows(kept, group, average=average)
+        return gather_rows(kept, self.tracked, group, average=average)
+
+    def gather_tracked(self, group: Group, *, average: bool = False) -> Tensor | None:
+        """Gathers the batch counts of all ranks on rank 0, of shape [ranks, layers]; None elsewhere.
+
+        `average` is True if the statistics were averaged: all ranks then get the largest counts.
+        """
+        if not average:
+            return group.gather(self.tracked)
+        self.tracked.copy_(_counts(self.tracked, group).amax(0))
+        return self.tracked.detach().cpu()[None].clone() if group.rank == 0 else None
 
     def restore(self, rows: Tensor, tracked: Tensor, group: Group) -> None:
         """Restores this rank's statistics from the `rows` and the batch counts of a checkpoint."""
-        self.kept.copy_(self.own_rows(rows, group))
-        self.kept_tracked.copy_(tracked.to(self.tracked.device))
+        tracked = as_rows(tracked)
+        self.kept.copy_(self.own_rows(rows, tracked, group))
+        self.kept_tracked.copy_(self.own_tracked(tracked, group))
 
-    def own_rows(self, rows: Tensor, group: Group) -> Tensor:
+    def own_rows(self, rows: Tensor, tracked: Tensor, group: Group) -> Tensor:
         """Returns this rank's statistics from `rows`, of shape [ranks, 2, width].
 
         Returns the average if the number of ranks has changed.
         """
-        return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows)
+        return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows, tracked)
+
+    def own_tracked(self, tracked: Tensor, group: Group) -> Tensor:
+        """Returns this rank's batch counts from `tracked`, of shape [ranks, layers]."""
+        return tracked[group.rank] if len(tracked) == group.world_size else tracked.amax(0)
 
 
-def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
+def gather_rows(flat: Tensor, tracked: Tensor, group: Group, *, average: bool) -> Tensor | None:
     """Gathers the statistics of all ranks on rank 0.
 
     Args:
         flat: Statistics of this rank, of shape [2, width].
+        tracked: Batch counts of this rank.
         group: The ranks.
         average: True to replace `flat` on all ranks by the average over ranks, so that training continues
             with the same values as a resumed run.
@@ -145,23 +156,61 @@ def gather_rows(flat: Tensor, group: Group, *, average: bool) -> Tensor | None:
     """
     if not average:
         return group.gather(flat)
-    flat.copy_(average_over_ranks(flat, group))
+    flat.copy_(average_over_ranks(flat, tracked, group))
     return flat.detach().cpu()[None].clone() if group.rank == 0 else None
 
 
-def average_over_ranks(flat: Tensor, group: Group) -> Tensor:
-    """Averages statistics of shape [2, width] over ranks, in float64."""
+def average_over_ranks(flat: Tensor, tracked: Tensor, group: Group) -> Tensor:
+    """Averages statistics of shape [2, width] over ranks, in float64.
+
+    Args:
+        flat: Statistics of this rank.
+        tracked: Batch counts of this rank, its weight in the average.
+        group: The ranks.
+    """
+    weights = _weights(_counts(tracked, group))
     mean, variance = flat.double()
-    sums = torch.stack([mean, variance, mean * mean])
+    sums = torch.stack([mean, variance, mean * mean]) * weights[group.rank]
     group.all_reduce_sum(sums)
-    return _pooled(sums / group.world_size).to(flat.dtype)
+    return _pooled(sums / weights.sum()).to(flat.dtype)
 
 
-def pool(rows: Tensor) -> Tensor:
-    """Averages statistics of shape [ranks, 2, width] over ranks."""
+def pool(rows: Tensor, tracked: Tensor | None = None) -> Tensor:
+    """Averages statistics of shape [ranks, 2, width] over ranks.
+
+    Args:
+        rows: The statistics of all ranks.
+        tracked: Batch counts of shape [ranks, layers], the weights of the ranks. All weights are equal
+            without counts, or with counts of another number of ranks.
+    """
+    if tracked is None or len(tracked) != len(rows):
+        tracked = torch.ones(len(rows), 1)
+    weights = _weights(tracked)
     mean, variance = rows.double().unbind(1)
-    sums = torch.stack([mean.mean(0), variance.mean(0), (mean * mean).mean(0)])
-    return _pooled(sums).to(rows.dtype)
+    parts = torch.stack([mean, variance, mean * mean], 1) * weights[:, None, None].to(rows.device)
+    return _pooled(parts.sum(0) / weights.sum().to(rows.device)).to(rows.dtype)
+
+
+def as_rows(tracked: Tensor) -> Tensor:
+    """Returns batch counts as [ranks, layers]. Older checkpoints have one row without its dimension."""
+    return tracked if tracked.dim() > 1 else tracked[None]
+
+
+def _counts(tracked: Tensor, group: Group) -> Tensor:
+    """Returns the batch counts of all ranks, of shape [ranks, layers]. A collective."""
+    counts = torch.zeros(group.world_size, len(tracked), dtype=torch.int64, device=tracked.device)
+    counts[group.rank] = tracked
+    group.all_reduce_sum(counts)
+    return counts
+
+
+def _weights(counts: Tensor) -> Tensor:
+    """Returns the weight of each rank in averages, at most 1, from its batch counts.
+
+    All weights are 1 if no rank has processed a batch, or if the counts are equal.
+    """
+    most = torch.cat([counts.double(), torch.zeros(len(counts), 1).to(counts.device)], 1).amax(1)
+    return torch.where(most.max() > 0, most / most.max(), 1.0)
 
 
 def _pooled(averages: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.units import plural
-from paceline.optim.batch_growth import Stages
+from paceline.optim.batch_growth import Stages, largest_micro_batch, nearest_multiples
 from paceline.optim.schedules import Step
 from paceline.optim.settings import OptimSettings
+from paceline.train.checkpoint import Checkpoint
 
 # Without `--batch-size`, the largest micro-batch of a process.
 LARGEST_AUTOMATIC_MICRO_BATCH = 256
@@ -23,12 +24,12 @@ _EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Batch sizes of a step: `global_batch` is exactly `micro_batch · ranks · accumulation`.
+    """Batch sizes of a step: `global_batch` is a multiple of `micro_batch`.
 
     Attributes:
         global_batch: Number of samples in one update.
         micro_batch: Number of samples in one forward and backward pass on one rank.
-        accumulation: Number of micro-batches in one step on one rank.
+        accumulation: Number of micro-batches in one step on the rank with the most.
         automatic: True if Paceline has chosen the micro-batch.
     """
 
@@ -40,8 +41,16 @@ class BatchSizes:
     def describe(self, world_size: int) -> str:
         """Returns the sizes as text for `world_size` ranks."""
         chosen = ", chosen automatically" if self.automatic else ""
+        count, ranks = self.global_batch // self.micro_batch, plural(world_size, "rank")
+        if count % world_size:
+            least = count // world_size
+            each = f"{least} or {self.accumulation}" if least else "at most 1"
+            return (
+                f"{self.global_batch} = {self.micro_batch} × {plural(count, 'micro-batch')} on {ranks}, "
+                f"{each} per rank{chosen}"
+            )
         return (
-            f"{self.global_batch} = {self.micro_batch} per rank × {plural(world_size, 'rank')} × "
+            f"{self.global_batch} = {self.micro_batch} per rank × {ranks} × "
             f"{plural(self.accumulation, 'micro-batch')}{chosen}"
         )
 
@@ -63,8 +72,8 @@ def resolve_batch_sizes(
         The sizes.
 
     Raises:
-        ConfigError: If the ranks cannot divide the global batch evenly. The message names the nearest
-            valid sizes.
+        ConfigError: If the global batch is not a multiple of the micro-batch, or if no micro-batch
+            divides it well. The message names the nearest valid sizes.
     """
     if micro_batch is None and global_batch is None and samples is not None:
         most = max(_LEAST_AUTOMATIC_BATCH, samples // _LEAST_STEPS_PER_EPOCH)
@@ -75,16 +84,15 @@ def resolve_batch_sizes(
         return _automatic(global_batch or DEFAULT_GLOBAL_BATCH, world_size)
     if global_batch is None:
         return BatchSizes(micro_batch * world_size, micro_batch, 1, False)
-    unit = micro_batch * world_size
-    if global_batch % unit:
+    if global_batch % micro_batch:
         raise ConfigError(
             "run.global_batch_size",
             global_batch,
-            f"is not a multiple of {unit} = {micro_batch} (batch size) × {world_size} (ranks)",
-            f"use {_multiples(global_batch, unit)}, or --batch-size "
-            + _nearest_divisor(global_batch, world_size, micro_batch),
+            f"is not a multiple of the batch size {micro_batch}",
+            f"use {nearest_multiples(global_batch, micro_batch)}, or --batch-size "
+            + _nearest_divisor(global_batch, micro_batch),
         )
-    return BatchSizes(global_batch, micro_batch, global_batch // unit, False)
+    return _sizes(global_batch, micro_batch, world_size, automatic=False)
 
 
 def eval_batch(micro_batch: int) -> int:
@@ -92,51 +100,54 @@ def eval_batch(micro_batch: int) -> int:
     return min(_EVAL_BATCH, _EVAL_TIMES * micro_batch)
 
 
-def requested_batch(config: RunConfig, ranks: int) -> tuple[int | None, int | None, int]:
+def requested_batch(
+    config: RunConfig, ranks: int, resumed: Checkpoint | None = None
+) -> tuple[int | None, int | None, int]:
     """Returns the first three arguments of `resolve_batch_sizes`.
 
-    The micro-batch is None if `optim.scaling` chooses it.
+    The micro-batch is None if `optim.scaling` chooses it. A resumed run keeps the sizes with which it
+    started, unless the settings contain others, so that they do not depend on the number of ranks.
     """
-    chosen = (
-        config.optim.scaling == "auto" and "run.batch_size" not in config.optim.known_good.keeps
-    )
+    scaled = config.optim.scaling == "auto"
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
-    return first, None if chosen else config.run.batch_size, ranks
+    micro = config.run.batch_size
+    if scaled and "run.batch_size" not in config.optim.known_good.keeps:
+        micro = None
+    elif resumed is not None and micro is None:
+        micro = resumed.sampler.get("micro_batch")
+    if resumed is not None and first is None:
+        start = resumed.sampler["global_batch"]
+        first = int(resumed.sampler.get("last_batch", start) if scaled else start)
+    return first, micro, ranks
 
 
-def batch_stages(settings: OptimSettings, sizes: BatchSizes, world_size: int) -> Stages:
+def batch_stages(settings: OptimSettings, sizes: BatchSizes) -> Stages:
     """Returns the pairs (epoch, global batch) that follow the first batch (`optim.batch_schedule`)."""
-    unit = sizes.micro_batch * world_size
     epochs = settings.of("step", Step).epochs
-    return settings.batch_growth.after(sizes.global_batch, unit, epochs)
+    return settings.batch_growth.after(sizes.global_batch, sizes.micro_batch, epochs)
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:
     """Divides the global batch into as few micro-batches as the largest automatic size allows."""
-    if global_batch % world_size:
+    micro_batch = largest_micro_batch(global_batch, world_size, LARGEST_AUTOMATIC_MICRO_BATCH)
+    part = -(-global_batch // world_size)
+    if global_batch % world_size and 4 * micro_batch < min(part, LARGEST_AUTOMATIC_MICRO_BATCH):
         raise ConfigError(
             "run.global_batch_size",
             global_batch,
-            f"cannot be divided among {world_size} ranks",
-            f"use {_multiples(global_batch, world_size)}",
+            f"cannot be divided well among {world_size} ranks",
+            f"use {nearest_multiples(global_batch, world_size)}, or give --batch-size",
         )
-    per_rank = global_batch // world_size
-    accumulation = -(-per_rank // LARGEST_AUTOMATIC_MICRO_BATCH)
-    while per_rank % accumulation:
-        accumulation += 1
-    return BatchSizes(global_batch, per_rank // accumulation, accumulation, True)
+    return _sizes(global_batch, micro_batch, world_size, automatic=True)
 
 
-def _multiples(value: int, unit: int) -> str:
-    below, above = value // unit * unit, (value // unit + 1) * unit
-    return f"{below} or {above}" if below else str(above)
+def _sizes(global_batch: int, micro_batch: int, world_size: int, *, automatic: bool) -> BatchSizes:
+    accumulation = -(-global_batch // (micro_batch * world_size))
+    return BatchSizes(global_batch, micro_batch, accumulation, automatic)
 
 
-def _nearest_divisor(global_batch: int, world_size: int, wanted: int) -> str:
+def _nearest_divisor(global_batch: int, wanted: int) -> str:
     """Returns the valid micro-batches closest to `wanted`."""
-    if global_batch % world_size:
-        return f"with a number of ranks that divides {global_batch}"
-    per_rank = global_batch // world_size
-    divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+    divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
     near = sorted(divisors, key=lambda d: (abs(d - wanted), d))[:2]
     return " or ".join(str(d) for d in sorted(near))

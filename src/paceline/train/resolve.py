@@ -13,7 +13,7 @@ from paceline.config import SYNCHRONOUS, Job, RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.settings import flatten
 from paceline.data import BatchPlan
-from paceline.optim.batch_growth import BatchGrowth
+from paceline.optim.batch_growth import BatchGrowth, nearest_multiples
 from paceline.optim.scaling import Recipe, Target, scale_recipe
 from paceline.optim.schedules import LrSchedule
 from paceline.optim.settings import OptimSettings
@@ -90,12 +90,13 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     if scaling:
         refuse(config, facts.job, facts.program)
     check_num_classes(config, facts.classes)
-    sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=facts.samples)
+    asked = requested_batch(config, ranks, facts.checkpoint)
+    sizes = resolve_batch_sizes(*asked, samples=facts.samples)
     batches = BatchPlan(
         samples=facts.samples, epochs=config.run.epochs, global_batch=sizes.global_batch,
-        micro_batch=sizes.micro_batch, world_size=ranks,
-        growth=batch_stages(config.optim, sizes, ranks),
+        micro_batch=sizes.micro_batch, world_size=ranks, growth=batch_stages(config.optim, sizes),
     )  # fmt: skip
+    _check_parts(batches, strategy_class(config).equal_parts)
     peak = config.optim.peak_lr(sizes.global_batch)
     written = config.with_values(
         {"run.output": "", "run.resume": "", "run.global_batch_size": sizes.global_batch}
@@ -121,8 +122,22 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
     config.check_job(job, program)
     kind = strategy_class(config)
     ranks = kind.ranks(config, job.processes)
-    resolve_batch_sizes(*requested_batch(config, ranks))
+    if not config.run.resume:  # a resumed run keeps the sizes in its checkpoint
+        resolve_batch_sizes(*requested_batch(config, ranks))
     kind.check(config, ranks)
+
+
+def _check_parts(plan: BatchPlan, reason: str) -> None:
+    """Refuses ranks with unequal numbers of micro-batches if there is a `reason` to do so."""
+    unit = plan.micro_batch * plan.world_size
+    for batch in (plan.global_batch, *(batch for _, batch in plan.growth)):
+        if reason and batch % unit:
+            raise ConfigError(
+                "run.global_batch_size", batch,
+                f"is not a multiple of {unit} = {plan.micro_batch} (batch size) × {plan.world_size} "
+                f"(ranks); {reason}",
+                f"use {nearest_multiples(batch, unit)}, or another --batch-size",
+            )  # fmt: skip
 
 
 def check_num_classes(config: RunConfig, classes: int) -> None:
@@ -168,7 +183,7 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
             "is not known: optim.scaling = 'auto' needs the batch at which the recipe works",
             "set it, or run.global_batch_size in the recipe",
         )  # fmt: skip
-    sizes = resolve_batch_sizes(*requested_batch(config, ranks), samples=samples)
+    sizes = resolve_batch_sizes(*requested_batch(config, ranks, resumed), samples=samples)
     strategy = strategy_class(config)
     before = flatten(resumed.config) if resumed else {}
     recipe = Recipe(
@@ -197,4 +212,7 @@ def _as_before(target: Target, resumed: Checkpoint) -> Target:
     last = stages[-1][1] if stages else first
     if last != target.batch:
         return target
-    return replace(target, first_batch=first, grows_at=stages[0][0] if stages else None)
+    return replace(
+        target, first_batch=first, grows_at=stages[0][0] if stages else None,
+        micro_batch=resumed.sampler.get("micro_batch"),
+    )  # fmt: skip

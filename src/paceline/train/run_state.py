@@ -187,7 +187,7 @@ class RunState:
         self.scale.restore(checkpoint.precision)
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
         if self.average is not None:
-            self.average.restore(checkpoint.average, self.group)
+            self.average.restore(checkpoint.average, saved["tracked"], self.group)
         self._restore_exchange(checkpoint, path)
         progress.resumes.append(progress.step)
         if bool(checkpoint.average) != (self.average is not None):
@@ -310,11 +310,12 @@ class RunState:
         one = self.config.checkpoint.batch_norm == "average"
         rows = self.batch_norm.rows(self.group, average=one)
         average = self.average.capture(self.group, average=one) if self.average else {}
+        tracked = self.batch_norm.gather_tracked(self.group, average=one)
         exchange = self._capture_exchange()
-        if rows is None:
+        if rows is None or tracked is None:
             return None
         before_content()
-        return self._checkpoint(progress, rows, average, exchange=exchange)
+        return self._checkpoint(progress, rows, tracked, average, exchange=exchange)
 
     def _capture_exchange(self) -> dict[str, Any]:
         """Gathers the exchange state of all ranks as bytes, because the size differs between ranks."""
@@ -331,10 +332,11 @@ class RunState:
         """Captures a checkpoint without other ranks, with the batch-norm statistics of this rank only."""
         rows = self.batch_norm.flat.detach().cpu()[None].clone()
         average = self.average.capture_alone() if self.average else {}
-        return self._checkpoint(progress, rows, average, only_rank=self.group.rank).on_host()
+        tracked, rank = self.batch_norm.tracked.detach().cpu()[None].clone(), self.group.rank
+        return self._checkpoint(progress, rows, tracked, average, only_rank=rank).on_host()
 
     def _checkpoint(
-        self, progress: Progress, rows: Tensor, average: dict[str, Any],
+        self, progress: Progress, rows: Tensor, tracked: Tensor, average: dict[str, Any],
         only_rank: int | None = None, exchange: dict[str, Any] | None = None,
     ) -> Checkpoint:  # fmt: skip
         batches, statistics = self.batches, self.batch_norm.keys()
@@ -353,7 +355,7 @@ class RunState:
                 "names": self.batch_norm.names,
                 "widths": self.batch_norm.widths,
                 "rows": rows,
-                "tracked": self.batch_norm.saved_tracked,
+                "tracked": tracked,
                 **({} if only_rank is None else {"only_rank": only_rank}),
             },
             optimizer=_without_masters(self.optimizer.state_dict()),
@@ -363,6 +365,8 @@ class RunState:
                 "samples": batches.samples,
                 "labels": self.labels,
                 "global_batch": batches.global_batch,
+                "last_batch": batches.last_batch,
+                "micro_batch": batches.micro_batch,
                 "seed": self.config.run.seed,
             },
             schedule={"peak_lr": self.peak_lr, "total_steps": batches.total_steps},

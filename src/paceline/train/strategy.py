@@ -53,7 +53,8 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         number: Number of the micro-batch in the step.
-        full_size: True if the micro-batch has the same size as nearly all micro-batches of this rank.
+        full_size: True if the micro-batch has the same size as nearly all micro-batches of this rank,
+            and every rank has one in this step.
         last: True for the last micro-batch of this rank in the step.
     """
 
@@ -65,10 +66,12 @@ class MicroBatch(NamedTuple):
 def micro_batches_of(plan: BatchPlan, step: int, rank: int) -> Iterator[MicroBatch]:
     """Yields the micro-batches of one rank in a step."""
     stretches = plan.micro_batches(step, rank)
+    # Either all ranks replay a CUDA graph that sends buckets, or none.
+    all_compute = bool(plan.micro_batches(step, plan.world_size - 1))
     for turn, (start, stop) in enumerate(stretches):
         yield MicroBatch(
             number=rank + turn * plan.world_size,
-            full_size=stop - start == plan.full_micro_batch(rank),
+            full_size=all_compute and stop - start == plan.full_micro_batch(rank),
             last=turn == len(stretches) - 1,
         )
 
@@ -101,6 +104,7 @@ class Strategy:
         same_weights: True if all ranks have the same weights after each step.
         eager: True if a pass contains collectives, which compiled code and CUDA graphs do not support.
         one_batch: Reason why the global batch cannot grow during a run; "" if it can.
+        equal_parts: Reason why all ranks need the same number of micro-batches; "" if they do not.
         counts: Titles of record fields that are histograms: title, name of the number, name of the count.
         shown: Values of the summary and of evaluations that reports display.
         lag: Number of steps that may be in flight while the next step is prepared; None for the default
@@ -114,6 +118,7 @@ class Strategy:
     same_weights: ClassVar[bool] = True
     eager: ClassVar[bool] = False
     one_batch: ClassVar[str] = ""
+    equal_parts: ClassVar[str] = ""
     counts: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
     shown: ClassVar[tuple[ShownField, ...]] = ()
     lag: int | None = None

@@ -23,7 +23,7 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from paceline.optim.base import MasterOptimizer
-from paceline.train.batch_norm import BatchNormState, pool
+from paceline.train.batch_norm import BatchNormState, as_rows, pool
 from paceline.train.checkpoint import Checkpoint, write_atomically
 from paceline.train.machine import explain_out_of_memory
 
@@ -151,10 +151,11 @@ def checkpoint_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     saved, average = checkpoint.batch_norm, checkpoint.average
     try:
         state = {**checkpoint.model, **average.get("weights", {})}
-        pooled = pool(average.get("rows", saved["rows"]))
+        counts = as_rows(saved["tracked"])
+        pooled = pool(average.get("rows", saved["rows"]), counts)
         means, variances = (row.split(saved["widths"]) for row in pooled)
         for name, mean, variance, tracked in zip(
-            saved["names"], means, variances, saved["tracked"], strict=True
+            saved["names"], means, variances, counts.amax(0), strict=True
         ):
             state[f"{name}.running_mean"] = mean
             state[f"{name}.running_var"] = variance
@@ -262,8 +263,14 @@ class WeightAverage:
             "rows": rows,
         }
 
-    def restore(self, saved: dict[str, Any], group: Group) -> None:
-        """Restores a captured state. If the state is empty, the average starts anew."""
+    def restore(self, saved: dict[str, Any], tracked: Tensor, group: Group) -> None:
+        """Restores a captured state. If the state is empty, the average starts anew.
+
+        Args:
+            saved: The captured state.
+            tracked: Batch counts of the checkpoint, of all ranks.
+            group: The ranks.
+        """
         if not saved:
             self._count.zero_()
             for place, master in zip(self.weights, self._optimizer.masters(), strict=True):
@@ -273,7 +280,8 @@ class WeightAverage:
         names = {id(p): name for name, p in self._model.named_parameters()}
         for place, parameter in zip(self.weights, self._parameters, strict=True):
             place.copy_(saved["weights"][names[id(parameter)]])
-        self.statistics.copy_(self._batch_norm.own_rows(saved["rows"], group))
+        rows = self._batch_norm.own_rows(saved["rows"], as_rows(tracked), group)
+        self.statistics.copy_(rows)
         self._count.fill_(saved["count"])
 
     def describe(self, steps_per_epoch: float) -> str:

@@ -68,6 +68,7 @@ class Asynchronous(Strategy):
     same_weights = False
     stops_within_step = False
     one_batch = "run.strategy = 'asynchronous' needs a constant batch"
+    equal_parts = "each rank pushes a gradient of its own in each step"
     counts = {"staleness": ("Staleness", "updates by other ranks", "pushes")}  # noqa: RUF012
 
     def __init__(self, config: RunConfig, group: Group) -> None:

@@ -25,6 +25,7 @@ class SyncedNorms(Synchronous):
 
     name = "synced_norms"
     eager = True
+    equal_parts = "the ranks of a group normalize each micro-batch together"
     _norms: NormGroup
 
     @classmethod
