@@ -50,10 +50,9 @@ def test_automatic_sizes_always_multiply_out(share: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("global_batch", "micro", "valid"),
     [
-        (1000, 64, "use 896 or 1024, or --batch-size 50 or 100"),
-        (100, 64, "use 128, or --batch-size 25 or 50"),
-        (1001, None, "use 1000 or 1002"),
-        (101, 10, "with a number of ranks that divides 101"),
+        (1000, 64, "use 960 or 1024, or --batch-size 40 or 50"),
+        (100, 64, "use 64 or 128, or --batch-size 50 or 100"),
+        (101, 10, "use 100 or 110, or --batch-size 1 or 101"),
     ],
 )
 def test_sizes_that_do_not_divide_name_valid_ones(

@@ -5,7 +5,7 @@ store, which outlives every rank. An event loop waits for signals, also for SIGC
 is known at once.
 
 Without `min_ranks`, a failed rank ends the other ranks, which may start again. With it, once all ranks
-have met, the supervisor reports the loss in the store (`comm.losses`), and survivors continue without the
+have met, the supervisor reports the loss in the store (`LossLog`), and survivors continue without the
 rank. It also ends ranks that survivors report as silent, so that none of them wakes up later.
 """
 
