@@ -172,8 +172,8 @@ RANK_ALREADY = "--nproc-per-node = 2: this process is already a rank of a launch
         (TWO, HAND, RANK_ALREADY),
         (TWO, {"OMPI_COMM_WORLD_RANK": "0"}, RANK_ALREADY),
         (TWO, SLURM, RANK_ALREADY),
-        (("--nproc-per-node", "0"), {}, "Invalid value for '--nproc-per-node'"),
-        ((*TWO, "--max-restarts", "-1"), {}, "Invalid value for '--max-restarts'"),
+        (("--nproc-per-node", "0"), {}, "--nproc-per-node = 0: must be at least 1"),
+        ((*TWO, "--max-restarts", "-1"), {}, "--max-restarts = -1: must be at least 0"),
         ((*TWO, "--master-port", "65536"), {}, "--master-port = 65536: must be 0"),
     ],
 )

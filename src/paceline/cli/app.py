@@ -125,7 +125,7 @@ def run_command() -> int:
     try:
         # This is first, because a launcher can end while a rank still imports torch.
         watch = _watch_launcher()
-        code = app(standalone_mode=False, prog_name="paceline")
+        code = app(standalone_mode=False)
         if code and (loss := watch.loss()):  # the reason why the run saved and stopped
             loss.report()
         return code if isinstance(code, int) else 0
@@ -154,8 +154,7 @@ def run_command() -> int:
         if hasattr(error, "format_message"):  # a mistake in the command line itself
             mistake = " ".join(error.format_message().split()).rstrip(".")
             code = int(getattr(error, "exit_code", 2))
-            command = getattr(getattr(error, "ctx", None), "command_path", "paceline")
-            return Failure(f"{mistake}; see {command} --help", code).report()
+            return Failure(f"{mistake}; see {_command()} --help", code).report()
         return _unexpected(error).report()
 
 
@@ -166,6 +165,19 @@ def _watch_launcher() -> Unwatched:
     from paceline.cli.launcher_watch import LauncherWatch
 
     return LauncherWatch(os.environ)
+
+
+def _command() -> str:
+    """Returns the command of this process without arguments, as in `paceline bench step`."""
+    command: Any = typer.main.get_command(app)
+    names = ["paceline"]
+    for word in sys.argv[1:]:
+        get_command = getattr(command, "get_command", None)
+        command = get_command(None, word) if get_command is not None else None
+        if command is None:
+            break
+        names.append(word)
+    return " ".join(names)
 
 
 def _unexpected(error: Exception) -> Failure:

@@ -25,6 +25,7 @@ from paceline.cli.measure import (
     print_json,
     run_on_ranks,
 )
+from paceline.cli.options import check_at_least
 from paceline.config import RunConfig, parse_assignment
 from paceline.core.errors import ConfigError
 from paceline.core.units import parse_bytes
@@ -62,11 +63,11 @@ def parse_switches(settings: list[str]) -> dict[str, Any]:
 @bench.command("step")
 def step(
     model: options.Model = "resnet50",
-    batch_size: int = typer.Option(256, "--batch-size", "-b", min=1, help="Of one process."),
+    batch_size: int = typer.Option(256, "--batch-size", "-b", help="Of one process."),
     image_size: options.ImageSize = 224,
     classes: options.Classes = 1000,
-    steps: int = typer.Option(50, min=1, help="Steps to time; the median counts."),
-    warm_up: int = typer.Option(20, min=1, help="Steps before."),
+    steps: int = typer.Option(50, help="Steps to time; the median counts."),
+    warm_up: int = typer.Option(20, help="Steps before."),
     settings: list[str] = typer.Option([], "--set", help="section.key=value, as in training."),
     device: options.Device = "auto",
     as_json: options.AsJson = False,
@@ -75,6 +76,10 @@ def step(
     from paceline.tune.step import StepRow
 
     check_model_name(model)
+    check_at_least(
+        1,
+        {"--batch-size": batch_size, "--steps": steps, "--warm-up": warm_up, "--classes": classes},
+    )
     switches, chosen = parse_switches(settings), chosen_device(device)
     RunConfig().with_values(switches)
     common: dict[str, Any] = {
@@ -148,9 +153,9 @@ def print_steps(results: Sequence[dict[str, Any]]) -> None:
 def bench_input(
     data_dir: str = typer.Option("", help="Images: shards or class folders (docs/data.md)."),
     split: str = typer.Option("train", help="train (random crops) or val (centre crops)."),
-    batch_size: int = typer.Option(64, "--batch-size", "-b", min=1, help="Images of a batch."),
+    batch_size: int = typer.Option(64, "--batch-size", "-b", help="Images of a batch."),
     image_size: int = typer.Option(224, help="Edge of the crops in pixels."),
-    rounds: int = typer.Option(5, min=1, help="Each measures every row once; the median counts."),
+    rounds: int = typer.Option(5, help="Each measures every row once; the median counts."),
     seconds: float = typer.Option(5.0, help="For each row of a round."),
     workers: str = typer.Option("2", help="Threads; several counts with commas."),
     decoder: str = typer.Option("", help="data.decoder."),
@@ -161,6 +166,7 @@ def bench_input(
     """Images/s that the input pipeline delivers as normalised tensors."""
     from paceline.bench.input_rows import measure_rows
 
+    check_at_least(1, {"--batch-size": batch_size, "--rounds": rounds})
     if decoder:
         settings = [*settings, f"data.decoder={decoder}"]
     counts, changed, chosen = (
@@ -254,8 +260,8 @@ def allreduce(
         "float32", help="float32, float16, bfloat16, int8, float8_e4m3 or float8_e5m2."
     ),
     group_size: options.GroupSize = 0,
-    iterations: int = typer.Option(20, min=1, help="Samples of each; the median counts."),
-    warm_up: int = typer.Option(3, min=0, help="Samples before."),
+    iterations: int = typer.Option(20, help="Samples of each; the median counts."),
+    warm_up: int = typer.Option(3, help="Samples before."),
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     share_gpus: options.ShareGpus = False,
@@ -270,6 +276,8 @@ def allreduce(
     if own and algorithms != "all":
         problem = f"cannot be used with {wire}, which only {own} can sum"
         raise ConfigError("--algorithms", algorithms, problem, "leave it out")
+    check_at_least(1, {"--iterations": iterations})
+    check_at_least(0, {"--warm-up": warm_up})
     parts = [part for part in byte_list.split(",") if part.strip()]
     given = tuple(parse_bytes("--bytes", part) for part in parts)
     low, high = parse_size_range(min_bytes, max_bytes, factor)

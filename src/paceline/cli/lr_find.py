@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import report_error
-from paceline.cli.options import AsJson
+from paceline.cli.options import AsJson, check_at_least
 from paceline.cli.signature import take_signature
 from paceline.cli.train import FLAGS, parse_flags, resolve, train
 from paceline.config import RunConfig
@@ -38,7 +38,7 @@ _OWN = ("low", "high", "steps", "as_json")
 def _range_flags(
     low: float = typer.Option(1e-5, "--from", help="First rate."),
     high: float = typer.Option(10.0, "--to", help="Last rate."),
-    steps: int = typer.Option(100, min=20, help="Steps from the first rate to the last."),
+    steps: int = typer.Option(100, help="Steps from the first rate to the last."),
     output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-lr-find-NNN."),
     as_json: AsJson = False,
 ) -> None:
@@ -50,7 +50,10 @@ def find_rate(**given: Any) -> int:
     low, high, steps = given["low"], given["high"], given["steps"]
     if not 0 < low < high < math.inf:
         raise ConfigError("--from", low, f"must be above 0 and below --to {high:g}", "try 1e-5")
+    if steps < 20:
+        raise ConfigError("--steps", steps, "must be at least 20", "try 100")
     ranks = given["nproc_per_node"]
+    check_at_least(1, {"--nproc-per-node": ranks})
     # An optimizer class without a default rate needs a rate. The range test replaces it.
     flags = {"optim.lr": high, **parse_flags(given, _FLAGS)}
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])

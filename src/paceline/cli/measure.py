@@ -29,6 +29,8 @@ def is_rank(ranks: int) -> bool:
     """
     topology = Topology.from_env(os.environ)
     launched = topology.launcher != "single"
+    if ranks < 0:
+        raise ConfigError("--nproc-per-node", ranks, "must be at least 1")
     if launched and ranks:
         raise ConfigError(
             "--nproc-per-node",

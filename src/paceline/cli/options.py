@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 import typer
 
+from paceline.core.errors import ConfigError
+
 AmpDtype = Annotated[str, typer.Option(help="fp16, bf16, fp32 or auto.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Backend = Annotated[str, typer.Option(help="auto, gloo or nccl.")]
-Classes = Annotated[int, typer.Option(min=1, help="Number of classes.")]
+Classes = Annotated[int, typer.Option(help="Number of classes.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 GroupSize = Annotated[int, typer.Option(help="Ranks of a group; 0: all of a node.")]
 ImageSize = Annotated[int, typer.Option(help="Edge of the images in pixels.")]
 MasterPort = Annotated[int, typer.Option(help="Port of the rendezvous; 0 finds a free one.")]
 Model = Annotated[str, typer.Option(help="Which model (docs/models.md).")]
 _MOST_RANKS = 1024  # that one command starts on one host
-NprocPerNode = Annotated[
-    int, typer.Option(min=1, max=_MOST_RANKS, help="Ranks to start on this node.")
-]
+NprocPerNode = Annotated[int, typer.Option(max=_MOST_RANKS, help="Ranks to start on this node.")]
 Ranks = Annotated[
     int,
     typer.Option(
-        "--nproc-per-node", "--ranks", min=0, max=_MOST_RANKS, help="Ranks to start on this host."
+        "--nproc-per-node", "--ranks", max=_MOST_RANKS, help="Ranks to start on this host."
     ),
 ]
 ShareGpus = Annotated[
@@ -47,3 +47,10 @@ def without_options(arguments: Sequence[str], options: Collection[str]) -> list[
         else:
             kept.append(argument)
     return kept
+
+
+def check_at_least(least: int, values: Mapping[str, float]) -> None:
+    """Checks option values, by option name; raises ConfigError for a value below `least`."""
+    for option, value in values.items():
+        if value < least:
+            raise ConfigError(option, value, f"must be at least {least}")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import report_error
-from paceline.cli.options import MasterPort, NprocPerNode, Trust
+from paceline.cli.options import MasterPort, NprocPerNode, Trust, check_at_least
 from paceline.config import RunConfig, load_config, parse_assignment, parse_value
 from paceline.core.host import StartUp, process_age_s
 from paceline.train.display import create_display, print_line
@@ -66,7 +66,7 @@ def train(
     node_rank: int | None = typer.Option(None, help="This node, from 0."),
     master_addr: str | None = typer.Option(None, help="Address of node 0."),
     master_port: MasterPort = 0,
-    max_restarts: int = typer.Option(0, min=0, help="Restarts, with --resume auto, after a failure."),
+    max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
     trust: Trust = False,
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
@@ -76,6 +76,8 @@ def train(
     flags |= {"run.traced_steps": [10, 30]} if trace else {}
     flags |= {"run.report_port": 0} if watch else {}
     config = resolve(recipe, flags, settings, trust)
+    check_at_least(1, {"--nproc-per-node": nproc_per_node})
+    check_at_least(0, {"--max-restarts": max_restarts})
     if dry:
         from paceline.cli.dry_run import dry_run
 

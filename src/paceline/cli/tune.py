@@ -26,6 +26,7 @@ from paceline.cli.measure import (
     parse_size_range,
     run_on_ranks,
 )
+from paceline.cli.options import check_at_least
 from paceline.config import RunConfig, load_config, parse_assignment
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.topology import Topology
@@ -63,8 +64,8 @@ def tune(
     min_bytes: str = typer.Option("1KiB", help="First size."),
     max_bytes: str = typer.Option("64MiB", help="Last size, if the time limit allows it."),
     factor: options.SizeFactor = 4.0,
-    iterations: int = typer.Option(30, min=3, help="Samples of each at most; the median counts."),
-    limit_s: float = typer.Option(180.0, min=1, help="Approximate seconds for all sizes together."),
+    iterations: int = typer.Option(30, help="Samples of each at most; the median counts."),
+    limit_s: float = typer.Option(180.0, help="Approximate seconds for all sizes together."),
     margin: float = typer.Option(MARGIN, help="By how much another must beat native."),
     group_size: options.GroupSize = 0,
     device: options.Device = "auto",
@@ -83,6 +84,8 @@ def tune(
     given = {name: value for name, value in trained.items() if value}
     config = _config(recipe, given, settings, trust)
     names = parse_algorithms(algorithms) or tuned_names()
+    check_at_least(3, {"--iterations": iterations})
+    check_at_least(1, {"--limit-s": limit_s})
     if not 0 <= margin < 1:
         raise ConfigError("--margin", margin, "must be 0 or more and below 1", "try 0.05")
     low, high = parse_size_range(min_bytes, max_bytes, factor)
@@ -224,14 +227,13 @@ def profile(
         [],
         "--batch-size",
         "-b",
-        min=1,
         help="May be repeated: two or more separate the fixed part of a step.",
     ),
     image_size: options.ImageSize = 224,
     classes: options.Classes = 1000,
     amp_dtype: options.AmpDtype = "auto",
-    steps: int = typer.Option(20, min=1, help="Steps to time at each batch; the median counts."),
-    warm_up: int = typer.Option(5, min=1, help="Steps before."),
+    steps: int = typer.Option(20, help="Steps to time at each batch; the median counts."),
+    warm_up: int = typer.Option(5, help="Steps before."),
     device: options.Device = "auto",
     output: Path = typer.Option(Path("profile.toml"), help="Where to write it."),
     force: bool = typer.Option(False, "--force", help="Overwrite an existing file."),
@@ -241,6 +243,7 @@ def profile(
     check_model_name(model)
     place = chosen_device(device)
     batches = batch_size or ([64, 256] if place == "cuda" else [4, 16])
+    check_at_least(1, {"--batch-size": min(batches), "--steps": steps, "--warm-up": warm_up})
     check_output(output, force)
     from paceline.tune.profile import profile_workload
     from paceline.tune.step import StepRow
