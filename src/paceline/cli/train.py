@@ -67,6 +67,7 @@ def train(
     master_addr: str | None = typer.Option(None, help="Address of node 0."),
     master_port: MasterPort = 0,
     max_restarts: int = typer.Option(0, min=0, help="Restarts, with --resume auto, after a failure."),
+    min_ranks: int | None = typer.Option(None, help="Continue without lost ranks, down to N ranks."),
     trust: Trust = False,
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
@@ -75,6 +76,7 @@ def train(
     flags = parse_flags(given)
     flags |= {"run.traced_steps": [10, 30]} if trace else {}
     flags |= {"run.report_port": 0} if watch else {}
+    flags |= {} if min_ranks is None else {"comm.min_ranks": min_ranks}
     config = resolve(recipe, flags, settings, trust)
     if dry:
         from paceline.cli.dry_run import dry_run
