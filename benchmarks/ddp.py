@@ -29,9 +29,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.program import check_at_least, check_launched, run, show_ranks
+from benchmarks.program import check_launched, run, show_ranks
 from paceline.cli import options
 from paceline.cli.measure import check_settings
+from paceline.cli.options import check_at_least
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, nearest

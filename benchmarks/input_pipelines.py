@@ -41,7 +41,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from benchmarks.program import check_at_least, run
+from benchmarks.program import run
 from paceline.bench.input_rows import (
     InputRow,
     InputStream,
@@ -65,6 +65,7 @@ from paceline.cli.bench import (
     report_progress,
 )
 from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.core.errors import ConfigError, DataError
 from paceline.core.units import format_duration
 from paceline.data import (

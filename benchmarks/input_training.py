@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import typer
 
-from benchmarks.program import check_at_least, run
+from benchmarks.program import run
 from paceline.bench.input_rows import InputRow, create_loader, open_repeated
 from paceline.cli import options
 from paceline.cli.bench import input_rows, parse_switches, report_progress
 from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import RunError

@@ -42,11 +42,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.optimizer import copy_seconds
-from benchmarks.program import check_at_least, run
+from benchmarks.program import run
 from paceline.accel.cudnn_graphs import Plan
 from paceline.cli import options
 from paceline.cli.bench import parse_switches
 from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, RunError

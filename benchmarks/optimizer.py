@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.program import check_at_least, run
+from benchmarks.program import run
 from paceline.cli import options
 from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.models.registry import create_model, parameter_groups
 from paceline.models.settings import ModelSettings, check_model_name
 from paceline.optim.adam import LAMB, AdamW

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import typer
 
 from paceline.cli.measure import environment, print_json
-from paceline.core.errors import ConfigError, LaunchError, PacelineError
+from paceline.core.errors import LaunchError, PacelineError
 from paceline.core.topology import Topology
 from paceline.tune.timing import RankGroup
 
@@ -44,10 +44,3 @@ def show_ranks(
         print_json(report)
     elif joined.rank == 0:
         sys.stdout.write(table(report))
-
-
-def check_at_least(least: int, values: Mapping[str, float]) -> None:
-    """Checks option values, by option name; raises ConfigError for a value below `least`."""
-    for option, value in values.items():
-        if value < least:
-            raise ConfigError(option, value, f"must be at least {least}")

@@ -26,10 +26,11 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from benchmarks.program import check_at_least, run
+from benchmarks.program import run
 from paceline.cli import options
 from paceline.cli.bench import measure_step, print_steps, report_progress, step_result
 from paceline.cli.measure import chosen_device, environment, print_json
+from paceline.cli.options import check_at_least
 from paceline.core.errors import ConfigError, nearest
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings, check_model_name

@@ -45,7 +45,7 @@ def test_the_version(call: Call) -> None:
         ("trian", "; see paceline --help"),
         ("inspect a --data-dir b", "--data-dir = 'b'"),
         ("train --nproc-per-node 0", "--nproc-per-node = 0"),
-        ("train --nproc-per-node 3", "use 126 or 129"),
+        ("train -b 60 --global-batch-size 100", "use 60 or 120"),
         ("export nowhere.pt out.bin", "OUT = 'out.bin'"),
         ("compare", "RUN"),
     ],

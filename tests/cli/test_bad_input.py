@@ -50,7 +50,7 @@ def test_a_rank_whose_system_starts_no_thread_is_named(tmp_path: Path, part: str
         ("--learning-rate 1", "--learning-rate"),
         ("--device cpu --set run.cuda_graphs=on", "run.cuda_graphs = 'on'"),
         ("quickstart -b 100", "use 100 or 200, or --batch-size 64 or 128"),
-        ("--global-batch-size 100 --nproc-per-node 3", "use 99 or 102"),
+        ("--nproc-per-node 2 --min-ranks 3", "comm.min_ranks = 3"),
         ("--device cuda", "run.device = 'cuda'"),
         ("--resume nowhere.pt", "nowhere.pt"),
     ],
@@ -146,7 +146,7 @@ def test_mistakes_in_a_recipe(call: Call, text: str, words: str) -> None:
     ("first", "second", "words"),
     [
         ((), ("--smoothing", "0.2"), "run.smoothing: 0.1 on rank 0, 0.2 on rank 1"),
-        (("-b", "16"), ("-b", "16"), "use 32, or --batch-size 4 or 8"),
+        (("-b", "5"), ("-b", "5"), "--batch-size"),
     ],
 )
 def test_settings_that_differ_or_do_not_fit_the_ranks(

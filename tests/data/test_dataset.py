@@ -200,7 +200,10 @@ def test_items_that_change_between_reads() -> None:
     chance = np.random.default_rng(0)
     noisy = DatasetSource(Pictures(lambda i: chance.integers(0, 256, (4, 4, 3), dtype=np.uint8)))
     assert "differs between two reads" in noisy.note
-    for values in ({"resident": "on", "augment": "pad_crop"}, {"cache": "memory"}):  # would keep the first for good
+    for values in (
+        {"resident": "on", "augment": "pad_crop"},
+        {"cache": "memory"},
+    ):  # would keep the first for good
         with pytest.raises(ConfigError, match="Pictures gives different images at every read"):
             batches(noisy, **values)
     turn = iter(range(1000))

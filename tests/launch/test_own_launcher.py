@@ -183,3 +183,28 @@ def test_places_and_flags_that_cannot_be(
     done = run(small(*flags), tmp_path, **place)
     assert done.error_line().startswith(words)
     assert done.code == (1 if words == NO_RANK else 2)
+
+
+def _lose_rank_1(step: int) -> None:
+    if os.environ["RANK"] == "1":
+        faults.at_micro_batch(step, 1, partial(faults.signal_self, signal.SIGKILL))
+
+
+def test_survivors_of_a_lost_rank_finish_the_run(tmp_path: Path, reference: dict[str, Any]) -> None:
+    lose, own = partial(_lose_rank_1, DISTURB_AT), ("--min-ranks", "1")
+    done = run(training(tmp_path / "run", *TWO, *own), tmp_path, lose)
+    assert (done.code, done.err) == (0, "")
+    assert "rank 1 was ended by SIGKILL: continuing after step" in done.out
+    found = summary(tmp_path / "run")
+    assert (found["world_size"], found["steps"]) == (1, reference["steps"])
+    assert_nothing_left(tmp_path)
+
+
+def test_min_ranks_and_restarts_exclude_each_other(tmp_path: Path) -> None:
+    done = run(
+        training(tmp_path / "run", *TWO, "--min-ranks", "1", "--max-restarts", "1"), tmp_path
+    )
+    assert done.code == 2
+    assert done.error_line().startswith("--max-restarts = 1")
+    more = run(training(tmp_path / "run", *TWO, "--min-ranks", "3"), tmp_path)
+    assert more.error_line().startswith("comm.min_ranks = 3")

@@ -29,7 +29,11 @@ LARGE: dict[str, Any] = {"data__image_size": 28}
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = load_file(folder / "weights.safetensors")
-    return {name: value for name, value in found.items() if "running" not in name and "tracked" not in name}
+    return {
+        name: value
+        for name, value in found.items()
+        if "running" not in name and "tracked" not in name
+    }
 
 
 def test_hybrid_trains_as_native_does_and_ranks_stay_bit_identical(tmp_path: Path) -> None:

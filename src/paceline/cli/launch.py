@@ -23,6 +23,7 @@ from paceline.core.host import available_cores
 from paceline.core.topology import Topology
 from paceline.train.batch_sizes import batch_stages, requested_batch, resolve_batch_sizes
 from paceline.train.machine import COMMAND_VARIABLE, command_line
+from paceline.train.resolve import check_min_ranks
 from paceline.train.stop_signals import user_signals
 
 _LAUNCHER_OPTIONS = (
@@ -33,22 +34,26 @@ _LAUNCHER_OPTIONS = (
 _TERMINATED = {-signal.SIGTERM}
 
 
-def launch_ranks(config: RunConfig, node: Node, max_restarts: int, min_ranks: int = 0) -> int:
+def launch_ranks(config: RunConfig, node: Node, max_restarts: int) -> int:
     """Starts ranks that run the command line of this process.
 
     Args:
         config: The configuration, which is checked once here, before the ranks start.
         node: The place of this launcher.
         max_restarts: The maximum number of restarts of the ranks after a failure.
-        min_ranks: If above 0, ranks continue when other ranks are lost.
 
     Returns:
         The exit code.
     """
     _refuse_to_nest(node)
+    min_ranks, job = config.comm.min_ranks, Job(processes=node.world_size)
+    if max_restarts and min_ranks:
+        problem = "ranks that are left continue, and do not start again"
+        raise ConfigError("--max-restarts", max_restarts, problem, "leave it or --min-ranks out")
     if max_restarts and node.count > 1:
         raise ConfigError("--max-restarts", max_restarts, "needs one node", "start with torchrun")
-    config.check_job(Job(processes=node.world_size))
+    config.check_job(job)
+    check_min_ranks(config, job)
     asked = requested_batch(config, node.world_size)
     if not config.run.resume:  # a resumed run keeps the sizes in its checkpoint
         sizes = resolve_batch_sizes(*asked)

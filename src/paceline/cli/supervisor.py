@@ -26,12 +26,11 @@ from typing import Any, Protocol, Self
 
 from paceline.cli.failure import LAUNCHER_VARIABLE
 from paceline.cli.nodes import Node, agree_on_job, open_store
+from paceline.comm.generations import SUPERVISOR_VARIABLE
 from paceline.comm.losses import LossLog
 from paceline.core.host import SignalContext
 from paceline.core.untrusted import ParseError, parse_table
 
-# The environment variable that tells ranks that their supervisor reports losses and keeps survivors.
-SUPERVISOR_VARIABLE = "PACELINE_SUPERVISOR"
 _LEFT = "paceline/supervisors/left"
 # Ranks that fail for the same reason may end this much later than the first one, without a signal.
 _TOGETHER_S = 0.1

@@ -62,11 +62,12 @@ def train(
     watch: bool = typer.Option(False, "--watch", help="Serve the live report on this machine."),
     dry: bool = typer.Option(False, "--dry-run", help="Show settings and time; train nothing."),
     nproc_per_node: NprocPerNode = 1,
-    nnodes: int = typer.Option(1, min=1, help="Nodes."),
+    nnodes: int = typer.Option(1, help="Nodes."),
     node_rank: int | None = typer.Option(None, help="This node, from 0."),
     master_addr: str | None = typer.Option(None, help="Address of node 0."),
     master_port: MasterPort = 0,
     max_restarts: int = typer.Option(0, help="Restarts, with --resume auto, after a failure."),
+    min_ranks: int | None = typer.Option(None, help="Continue without lost ranks, down to N ranks."),
     trust: Trust = False,
     settings: list[str] = typer.Option([], "--set", help="section.key=value, any setting."),
 ) -> int:  # fmt: skip
@@ -75,8 +76,9 @@ def train(
     flags = parse_flags(given)
     flags |= {"run.traced_steps": [10, 30]} if trace else {}
     flags |= {"run.report_port": 0} if watch else {}
+    flags |= {} if min_ranks is None else {"comm.min_ranks": min_ranks}
     config = resolve(recipe, flags, settings, trust)
-    check_at_least(1, {"--nproc-per-node": nproc_per_node})
+    check_at_least(1, {"--nproc-per-node": nproc_per_node, "--nnodes": nnodes})
     check_at_least(0, {"--max-restarts": max_restarts})
     if dry:
         from paceline.cli.dry_run import dry_run

@@ -330,6 +330,17 @@ class Agreement:
             first = self._agreed(self._store.compare_set(_FAULT, "", report.to_text()))
             self._publish_verdict(self._number + 1, Report.of(report.rank, first))
 
+    def interrupt(self, error: PacelineError) -> None:
+        """Ends the phase under way and the next one with `error` on all ranks.
+
+        Another thread may call this, on a connection of its own, while this rank waits in a phase.
+        """
+        verdict = Report.of(self._topology.rank, error).to_text()
+        with suppress(RuntimeError):
+            store: Store = self._store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+            for number in (self._number, self._number + 1):
+                store.compare_set(f"paceline/verdict/{number}", "", verdict)
+
     def _agreed(self, text: bytes) -> AgreedError:
         return Report.parse(text).as_error(self._topology.world_size)
 

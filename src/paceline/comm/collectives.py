@@ -105,10 +105,10 @@ class Collectives(ABC):
 
         return all_reduce
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copies rank 0's `tensor` into the `tensor` of every other rank."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copies the `tensor` of rank `source` into the `tensor` of every other rank."""
         if self.backend != "none":
-            self.completed("broadcast", lambda: dist.broadcast(tensor, src=0))
+            self.completed("broadcast", lambda: dist.broadcast(tensor, src=source))
 
     def gather_rows(self, rows: Tensor, lengths: Sequence[int]) -> None:
         """Copies each rank's row of `rows` to all ranks. Each rank has filled only its own row.
@@ -139,18 +139,18 @@ class Collectives(ABC):
 
         self.watched("all-gather", send)
 
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Returns rank 0's `data` on every rank. Other ranks may pass None."""
+    def broadcast_bytes(self, data: bytes | memoryview | None, source: int = 0) -> bytes:
+        """Returns the `data` of rank `source` on every rank. Other ranks may pass None."""
         if self.backend == "none":
             assert data is not None
-            return data
+            return bytes(data)
         length = torch.tensor([len(data) if data is not None else 0], device=self.device)
-        self.broadcast(length)
-        if data is not None and self.rank == 0:
+        self.broadcast(length, source)
+        if data is not None and self.rank == source:
             content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
         else:
             content = torch.empty(max(1, int(length)), dtype=torch.uint8, device=self.device)
-        self.broadcast(content)
+        self.broadcast(content, source)
         return content.cpu().numpy().tobytes()[: int(length)]
 
     def gather(self, row: Tensor) -> Tensor | None:

@@ -351,6 +351,23 @@ class GradientExchange:
         self._hooks = []
         self.transport.close()
 
+    def renew(self, transport: Transport, *, accumulate: bool) -> None:
+        """Continues with another transport and new buffers, after the ranks of the group have changed.
+
+        An abandoned collective may still write into the old buffers.
+
+        Args:
+            transport: Sums the buckets among the new ranks.
+            accumulate: True if a step may now have more than one micro-step.
+        """
+        self.transport.abandon()
+        self.transport = transport
+        self._waits.clear()
+        self._captured.clear()
+        self._armed = False
+        self._forget()
+        self._allocate(self.tail.numel(), accumulate=accumulate)
+
     def _hook(self, name: str, number: int) -> Callable[[Tensor], None]:
         """Returns a hook for the gradient of `name`, which sends the next buckets if they are full.
 

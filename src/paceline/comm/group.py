@@ -6,14 +6,21 @@ A single process without a launcher is a group of one rank, which needs no backe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.collectives import Collectives, Made, abort_process_groups, backend_reason
-from paceline.comm.peer_errors import SAME_SETTINGS, PeerError, Remedies, ShowError
+from paceline.comm.peer_errors import (
+    SAME_SETTINGS,
+    LostMemberError,
+    PeerError,
+    Remedies,
+    ShowError,
+)
 from paceline.comm.progress import BucketInfo, ProgressBoard
 from paceline.comm.settings import CommSettings
 from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
@@ -23,6 +30,7 @@ from paceline.core.topology import Topology
 
 if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
+    from paceline.comm.generations import Generation
     from paceline.comm.membership import Membership
     from paceline.comm.watchdog import LostRanks, Watchdog
 
@@ -56,6 +64,8 @@ class Group(Collectives):
         shared: Settings that must be equal on all ranks of the job. They also help to recognize ranks
             of another job at the same port.
         versions: Version of each software package, which must be equal on all ranks.
+        elastic: True if the program calls `regroup` after a `LostMemberError`; otherwise
+            `comm.min_ranks` has no effect.
 
     Raises:
         CommError: If the ranks cannot meet or this process already has a process group.
@@ -70,13 +80,18 @@ class Group(Collectives):
         show_error: ShowError | None = None,
         shared: Mapping[str, Any] | None = None,
         versions: Mapping[str, str] | None = None,
+        *,
+        elastic: bool = False,
     ) -> None:
+        if not elastic:
+            settings = replace(settings, min_ranks=0)
         super().__init__(topology, device, choose_backend(settings, topology, device))
         # Observes the exchange; the watchdog reads this rank's progress from the board.
         self.board = ProgressBoard()
         self._watchdog: Watchdog | None = None
         self._lost: LostRanks | None = None
         self._agreement: Agreement | None = None
+        self._members: Membership | None = None
         self._own_fault: PacelineError | None = None
         self._stop_heard = False
         # Functions that destroy CUDA graphs with collectives; see `abort`.
@@ -108,9 +123,74 @@ class Group(Collectives):
             topology, settings, self.backend, self.board, shared or {}, facts.values, facts.remedies,
             show_error, self.abort,
         )  # fmt: skip
-        self._agreement, self._watchdog = members.agreement, members.watchdog
-        self._lost, self.restarted = members.lost, members.restarted
+        self._members = members
+        self._take_members(members)
+        self.restarted = members.restarted
         self.watched("joining the process group", lambda: members.connect(device))
+
+    def _take_members(self, members: Membership) -> None:
+        self.topology = members.topology
+        self.rank, self.world_size = self.topology.rank, self.topology.world_size
+        self._agreement, self._watchdog = members.agreement, members.watchdog
+        self._lost = members.lost
+
+    @property
+    def generation(self) -> Generation | None:
+        """The current generation of the job; None if the job ends when a rank is lost."""
+        generations = self._members.generations if self._members is not None else None
+        return None if generations is None else generations.current
+
+    def describe_losses(self) -> str:
+        """Returns the causes of all losses so far."""
+        assert self._members is not None
+        assert self._members.generations is not None
+        return self._members.generations.describe_losses()
+
+    def finish(self) -> None:
+        """Records, for supervisors, that all ranks have completed the run. Called on one rank."""
+        if self._members is not None and self._members.generations is not None:
+            self._members.generations.finish()
+
+    @property
+    def connect_s(self) -> float | None:
+        """The time limit for connecting a process group; None means that of a collective."""
+        return None if self._members is None else self._members.connect_s
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Surrounds the creation of further process groups, which a lost rank must be able to end."""
+        return nullcontext() if self._members is None else self._members.recorded()
+
+    def regroup(self) -> None:
+        """Forms the next generation of the job with the other survivors, after a `LostMemberError`.
+
+        Survivors keep their order. This object then describes the new ranks. All process groups are new;
+        an abandoned collective may still write into old buffers.
+
+        Raises:
+            PeerError: If the survivors cannot continue, or another rank is lost meanwhile.
+        """
+        members, watchdog = self._members, self._watchdog
+        assert members is not None
+        self.board.reset()
+        members.regroup(self.device)
+        self._take_members(members)
+        if watchdog is not None and self._watchdog is not None:
+            self._watchdog.asked_to_stop = watchdog.asked_to_stop
+            self._watchdog.buckets = watchdog.buckets
+        if self._own_fault is not None:
+            self.post_fault(self._own_fault)
+
+    def _loss(self) -> LostMemberError | None:
+        """Returns the error for a collective that failed because a member is lost, or None.
+
+        A rank that ends with an error of its own has posted it, and ends the job.
+        """
+        generations = self._members.generations if self._members is not None else None
+        if generations is None or not generations.lost_within():
+            return None
+        if self._agreement is not None and self._agreement.read_fault() is not None:
+            return None
+        return LostMemberError(generations.describe_losses())
 
     def agree(
         self,
@@ -275,6 +355,8 @@ class Group(Collectives):
         except torch.AcceleratorError:
             raise  # this rank's own device failed; no other rank is to blame
         except RuntimeError as error:
+            if (loss := self._loss()) is not None:
+                raise loss from error
             if self._lost is not None:
                 raise no_thread(error) or self._lost.broken(what, error) from error
             alone = PeerError(f"{what} broke on rank {self.rank} ({backend_reason(error)})")
@@ -282,6 +364,8 @@ class Group(Collectives):
 
     def peer_error(self, error: CommError) -> PeerError:
         """Returns the error for a failed exchange: the failed rank's posted error, or else `error`."""
+        if (loss := self._loss()) is not None:
+            return loss
         if self._lost is None:
             return PeerError(error.cause, error.remedy)
         return self._lost.peer_error(error)

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -210,6 +210,10 @@ class RankHosts:
 
     def of(self, rank: int) -> RankHost | None:
         return self._hosts[rank] if self._several and rank < len(self._hosts) else None
+
+    def only(self, ranks: Sequence[int]) -> RankHosts:
+        """Returns the hosts of some ranks, which are renumbered in this order."""
+        return RankHosts([self._hosts[rank] for rank in ranks]) if self._hosts else self
 
     def rank_label(self, rank: int) -> str:
         """Returns `rank 3`, or `rank 3 on node7 (10.0.0.7)` if the job has several hosts."""

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from paceline.comm.agreement import Agreement, explain_lost_store
+from paceline.comm.generations import (
+    CONNECT_S,
+    Generation,
+    Generations,
+    abandon_process_groups,
+    check_supervisor,
+)
 from paceline.comm.job import RankHosts
-from paceline.comm.peer_errors import Remedies, ShowError
+from paceline.comm.peer_errors import LostMemberError, Remedies, ShowError
 from paceline.comm.process_groups import init_default_group, prepare_nccl
 from paceline.comm.progress import ProgressBoard
 from paceline.comm.rendezvous import meet
@@ -50,9 +57,14 @@ class Membership:
     ) -> None:
         if backend == "nccl":
             prepare_nccl(topology, share_gpus=settings.share_gpus)
-        self._topology, self._backend = topology, backend
+        if settings.min_ranks:
+            check_supervisor(settings.min_ranks)
+        self.topology, self._backend, self._settings = topology, backend, settings
+        self._board, self._show_error, self._before_exit = board, show_error, before_exit
         self._wait_s = settings.timeout_s + BACKEND_GRACE_S
         self.hosts, self.watchdog = RankHosts(), None
+        # None if the job ends when a rank is lost.
+        self.generations: Generations | None = None
         with ExitStack() as lookups:
             with DeferredEnd(active=not topology.ends_together) as end:
                 meeting = meet(topology, settings.rendezvous_timeout_s, shared, lookups, end)
@@ -62,11 +74,13 @@ class Membership:
             if topology.world_size > 1:
                 try:
                     with explain_lost_store(topology.rank, "join"):
-                        self.hosts = RankHosts.read(self._store)
-                        self.watchdog = Watchdog(
-                            self._store, topology, settings.timeout_s, board, show_error,
-                            self.hosts, before_exit=before_exit,
-                        )  # fmt: skip
+                        self.hosts = self._all_hosts = RankHosts.read(self._store)
+                        if settings.min_ranks:
+                            self.generations = Generations(
+                                self._store, topology, settings.timeout_s
+                            )
+                            self.generations.interrupt = self._interrupt
+                        self.watchdog = self._create_watchdog()
                 except RuntimeError as error:
                     failed = no_thread(error)
                     if failed is None:
@@ -84,4 +98,64 @@ class Membership:
 
     def connect(self, device: torch.device) -> None:
         """Creates the default process group of torch.distributed."""
-        init_default_group(self._backend, self._store, self._topology, self._wait_s, device)
+        with self.recorded():
+            init_default_group(
+                self._backend, self._store, self.topology, self._wait_s, device, self.connect_s
+            )
+        if self.generations is not None:
+            self.generations.begin()
+
+    @property
+    def connect_s(self) -> float | None:
+        """The time limit for connecting a process group; None means that of a collective."""
+        return None if self.generations is None else CONNECT_S
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Records the sockets of process groups that are created in this context."""
+        return nullcontext() if self.generations is None else self.generations.sockets.recorded()
+
+    def regroup(self, device: torch.device) -> None:
+        """Forms the next generation with the other survivors, and connects it.
+
+        Raises:
+            PeerError: If the survivors cannot continue.
+        """
+        generations = self.generations
+        assert generations is not None
+        if self.watchdog is not None:
+            self.watchdog.close()
+        generations.sockets.shut_down()
+        abandon_process_groups()
+
+        def connect(generation: Generation) -> None:
+            self._store, self.topology = generation.store, generation.topology
+            self.connect(device)
+
+        with explain_lost_store(self.topology.rank, "the next generation"):
+            generations.form(connect)
+            self._follow(generations)
+
+    def _follow(self, generations: Generations) -> None:
+        """Creates agreement and watchdog of the current generation."""
+        before = self.agreement
+        self.agreement = Agreement(self._store, self.topology, self._settings.rendezvous_timeout_s)
+        self.agreement.run = before.run
+        self.hosts = self._all_hosts.only(generations.current.members)
+        self.watchdog = self._create_watchdog()
+        self.lost = LostRanks(self.topology.rank, self.agreement, self.watchdog, self.hosts)
+        if generations.lost_within(0.0):
+            self._interrupt()  # the listener has interrupted the agreement of the previous generation
+
+    def _create_watchdog(self) -> Watchdog | None:
+        if self.topology.world_size == 1:
+            return None
+        generations = self.generations
+        return Watchdog(
+            self._store, self.topology, self._settings.timeout_s, self._board, self._show_error,
+            self.hosts, before_exit=self._before_exit,
+            evict=None if generations is None else generations.evict,
+        )  # fmt: skip
+
+    def _interrupt(self) -> None:
+        assert self.generations is not None
+        self.agreement.interrupt(LostMemberError(self.generations.describe_losses()))

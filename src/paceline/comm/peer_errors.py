@@ -53,19 +53,6 @@ class AgreedRunError(AgreedError, RunError):
     """A RunError that some rank found."""
 
 
-_KINDS: dict[str, type[AgreedError]] = {
-    "ConfigError": AgreedConfigError,
-    "DataError": AgreedDataError,
-    "CheckpointError": AgreedCheckpointError,
-    "RunError": AgreedRunError,
-}
-
-
-def error_kind(error: PacelineError) -> str:
-    """Returns the name of the class of `error` for `AgreedError.of_kind`, or "" for other classes."""
-    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "")
-
-
 class PeerError(CommError):
     """A failure on this rank that was caused by the end of another process."""
 
@@ -75,3 +62,25 @@ class PeerError(CommError):
         error = cls(str(cause))
         error.exit_code = cause.exit_code
         return error
+
+
+class LostMemberError(PeerError):
+    """A member of the job is lost. The others can form the next generation (`Group.regroup`)."""
+
+
+class AgreedLostMemberError(AgreedError, LostMemberError):
+    """A LostMemberError that another rank has published."""
+
+
+_KINDS: dict[str, type[AgreedError]] = {
+    "ConfigError": AgreedConfigError,
+    "DataError": AgreedDataError,
+    "CheckpointError": AgreedCheckpointError,
+    "RunError": AgreedRunError,
+    "LostMemberError": AgreedLostMemberError,
+}
+
+
+def error_kind(error: PacelineError) -> str:
+    """Returns the name of the class of `error` for `AgreedError.of_kind`, or "" for other classes."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), "")

@@ -148,12 +148,12 @@ class CommThread:
         # An error must be raised in a callback: the C++ side of DDP sees it only from there.
         return future.then(_value)
 
-    def close(self) -> None:
-        """Runs all submitted jobs, then ends the thread. Waits a few seconds at most."""
+    def close(self, *, wait: bool = True) -> None:
+        """Runs all submitted jobs, then ends the thread. With `wait`, waits a few seconds at most."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(_END_WAIT_S)
+            self._thread.join(_END_WAIT_S if wait else 0.0)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -419,6 +419,9 @@ class ThreadTransport(Transport):
 
         return wait
 
+    def abandon(self) -> None:
+        self.planned.thread.close(wait=False)
+
     def close(self) -> None:
         """Closes the thread and its groups, unless a message is under way.
 
@@ -448,6 +451,7 @@ def create_planned(
         timeout_s=settings.timeout_s,
         grace_s=BACKEND_GRACE_S,
         subgroups=False if only_world else None,
+        connect_s=group.connect_s,
         algorithms={a for b in plan.buckets for a in (b.algorithm, b.beside_algorithm)},
     )
     if only_world:

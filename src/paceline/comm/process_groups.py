@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.core.errors import CommError, ConfigError
@@ -87,6 +87,7 @@ class ProcessGroups:
             the algorithms only need the group of all ranks, and each further group opens sockets
             between all its members.
         algorithms: Create only the sub-groups that these algorithms need. None creates all.
+        connect_s: The time limit for connecting in seconds. None means that of a collective.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class ProcessGroups:
         grace_s: float = 0.0,
         subgroups: bool | None = None,
         algorithms: Collection[str] | None = None,
+        connect_s: float | None = None,
     ) -> None:
         self.rank = topology.rank
         self.world_size = topology.world_size
         self.timeout_s = timeout_s
         self._wait = timedelta(seconds=timeout_s + grace_s)
+        self._connect = self._wait if connect_s is None else timedelta(seconds=connect_s)
         self.world: ProcessGroup | None = None
         self.row: ProcessGroup | None = None
         self.masters: ProcessGroup | None = None
@@ -141,9 +144,11 @@ class ProcessGroups:
 
     def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Creates the process group of `ranks`. Returns None if this rank is not a member."""
-        group = dist.new_group(list(ranks), timeout=self._wait, backend=self.backend)
+        group = dist.new_group(list(ranks), timeout=self._connect, backend=self.backend)
         if not isinstance(group, ProcessGroup) or self.rank not in ranks:
             return None
+        if self._connect != self._wait:
+            distributed_c10d._set_pg_timeout(self._wait, group)
         self._made.append(group)
         return group
 
@@ -227,8 +232,9 @@ def all_gather_json(value: object, group: ProcessGroup | None = None) -> list[An
 
 
 def init_default_group(
-    backend: str, store: Store, topology: Topology, timeout_s: float, device: torch.device
-) -> None:
+    backend: str, store: Store, topology: Topology, timeout_s: float, device: torch.device,
+    connect_s: float | None = None,
+) -> None:  # fmt: skip
     """Creates the default process group for ranks that have met in `store`.
 
     With Gloo the ranks then wait for each other, because a rank that ends early would break connections
@@ -240,17 +246,20 @@ def init_default_group(
         topology: This rank and the number of ranks.
         timeout_s: The time limit of a collective in seconds.
         device: The device of this rank.
+        connect_s: The time limit for connecting in seconds. None means `timeout_s`.
     """
     dist.init_process_group(
         backend,
         store=PrefixStore("paceline", store),
         rank=topology.rank,
         world_size=topology.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=timeout_s if connect_s is None else connect_s),
         device_id=device if backend == "nccl" else None,
     )
     if backend == "gloo":
         dist.barrier()
+    if connect_s is not None:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def compare_reports(

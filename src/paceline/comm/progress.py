@@ -129,6 +129,10 @@ class ProgressBoard(ExchangeObserver):
         with self._lock:
             return RankProgress(**self._now)
 
+    def reset(self) -> None:
+        """Starts anew, as in a new group of ranks."""
+        self._update(**asdict(RankProgress()))
+
     def _update(self, **changes: int | str | bool) -> None:
         with self._lock:
             self._now.update(changes)

@@ -78,6 +78,9 @@ class CommSettings(Section):
     graphs)."""
     plan: str = ""
     """`plan.toml` of `paceline tune` or `paceline plan` with buckets, algorithms and wire formats."""
+    min_ranks: int = 0
+    """Continue without lost ranks while at least this number is left; 0 ends the job when a rank is
+    lost."""
     share_gpus: bool = False
     """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 
@@ -94,6 +97,8 @@ class CommSettings(Section):
                 raise ConfigError(f"comm.{name}", value, "must be 1 to 86400 seconds", "try 600")
         if not 0 <= self.fusion_mib <= 65536:
             raise ConfigError("comm.fusion_mib", self.fusion_mib, "must be 0 to 65536", "try 16")
+        if self.min_ranks < 0:
+            raise ConfigError("comm.min_ranks", self.min_ranks, "must be 0 (off) or more")
         if self.group_size < 0:
             raise ConfigError(
                 "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"

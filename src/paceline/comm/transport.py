@@ -60,6 +60,9 @@ class Transport(ABC):
             A function that waits until the sums are complete.
         """
 
+    def abandon(self) -> None:  # noqa: B027
+        """Leaves messages under way, and process groups that have ended already, to themselves."""
+
     def close(self) -> None:  # noqa: B027
         """Frees threads and groups. Does not wait for buckets that are still under way."""
 
@@ -95,7 +98,8 @@ def create_transport(group: Group, settings: CommSettings, plan: FusionPlan) -> 
     create = load_part(
         "comm.planned_transport:create_planned", "comm.algorithm", settings.algorithm
     )
-    made: Transport = group.watched(
-        "the creation of process groups", lambda: create(group, settings, plan, native=native)
-    )
+    with group.recorded():
+        made: Transport = group.watched(
+            "the creation of process groups", lambda: create(group, settings, plan, native=native)
+        )
     return made

@@ -86,6 +86,8 @@ class Watchdog:
         hosts: The hosts of all ranks, for messages.
         before_exit: Function that frees resources that outlive the process. It runs before the process
             ends, which waits only a few seconds for it.
+        evict: Gives up a silent rank, for the given reason, so that the others can continue. If None, all
+            ranks end.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Watchdog:
         hosts: RankHosts | None = None,
         *,
         before_exit: Callable[[], None] | None = None,
+        evict: Callable[[int, str], None] | None = None,
     ) -> None:
         self._topology = topology
+        self._evict = evict
         self._timeout_s = timeout_s
         self._limit_s = timeout_s - min(0.2 * timeout_s, 15.0)
         self._silence_s = timeout_s / 6
@@ -231,7 +235,13 @@ class Watchdog:
         due = waited_s > self._limit_s or self._stops_for_a_silent_rank()
         if due and not self._proposed_s and self._has_observed():
             self._proposed_s = self._now_s
-            self._channel.propose(self._stall(progress, waited_s))
+            silent = self._silent()
+            if self._evict is None or not silent:
+                self._channel.propose(self._stall(progress, waited_s))
+            else:
+                why = f"has not answered while the other ranks waited for {waited_s:.0f} s"
+                for rank in silent:
+                    in_thread(partial(self._evict, rank, why))
         return None
 
     def _is_asked_to_stop(self, waited_s: float) -> bool:

@@ -197,6 +197,24 @@ class StopEvent(Event):
 
 
 @dataclass(frozen=True)
+class GenerationEvent(Event):
+    """Ranks were lost, and the others continue as the next generation of the job.
+
+    `lost` has the numbers that the lost ranks had at the start. `repeated` is True if a step under way is
+    repeated. `recover_s` is the time from noticing the loss until the next step could begin.
+    """
+
+    kind: ClassVar[str] = "generation"
+    step: int
+    generation: int
+    ranks: int
+    lost: list[int]
+    cause: str
+    repeated: bool
+    recover_s: float
+
+
+@dataclass(frozen=True)
 class NoteEvent(Event):
     """A text that the user should see once: an automatic choice, a warning."""
 

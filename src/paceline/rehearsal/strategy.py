@@ -89,6 +89,7 @@ class Rehearsal(Synchronous):
     """
 
     name = "rehearsal"
+    fixed_ranks = "the ranks are virtual"
     equal_parts = "the predicted times are of ranks with equal parts"
     one_batch = "a rehearsal has one, the cluster's run only with --set optim.batch_schedule=''"
     shown = (

@@ -78,7 +78,10 @@ def run_parts(run: RunFiles) -> list[str]:
     """Returns the HTML parts of the report; a part is "" if the run has no data for it."""
     results = tables.result_rows(run)
     large = {*_LARGE, *(figure.label for figure in Outcome.of(run).figures if figure.axis)}
-    incidents = [tables.resume_table(run), tables.skipped_table(run), tables.corrupt_table(run)]
+    incidents = [
+        tables.resume_table(run), tables.loss_table(run), tables.skipped_table(run),
+        tables.corrupt_table(run),
+    ]  # fmt: skip
     return [
         _header(run),
         efficiency_section(run),

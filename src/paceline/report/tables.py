@@ -30,7 +30,7 @@ from paceline.plan.noise import describe_noise
 from paceline.plan.plan_file import PlanFile
 from paceline.report.bottleneck import ExposedWaits, InputStall, MeasuredStep
 from paceline.report.outcome import Outcome
-from paceline.report.records import Record, declared_counts, finite, middle
+from paceline.report.records import Record, declared_counts, finite, integer, middle
 from paceline.report.run_files import RunFiles
 
 Row = tuple[str, ...]
@@ -118,7 +118,13 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
         "repeated reads": outcome.read_retries,
         "damaged cache entries": outcome.damaged_cache_entries,
     }
-    return rows + [(label, count(amount)) for label, amount in incidents.items() if amount]
+    rows += [(label, count(amount)) for label, amount in incidents.items() if amount]
+    if lost := run.of_kind("generation"):
+        spent = sum(finite(record, "recover_s") or 0.0 for record in lost)
+        useful = 100 * (1 - spent / max(outcome.train_s or 0.0, spent, 1e-9))
+        ranks = sum(len(names) for r in lost if isinstance(names := r.get("lost"), list))
+        rows.append(("lost ranks", f"{count(ranks)}, {format_percent(useful)} of the time useful"))
+    return rows
 
 
 def expectation_table(run: RunFiles) -> Table:
@@ -267,6 +273,23 @@ def resume_table(run: RunFiles) -> Table:
         for record in run.resumes
     ]
     return Table.of("Resumes", ("when", "at step", "from", "on"), rows, {0, 2})
+
+
+def loss_table(run: RunFiles) -> Table:
+    """Lists the generations that followed lost ranks."""
+    rows = [
+        (
+            date(finite(record, "time")),
+            count(record.get("step")),
+            text_of(record.get("cause")),
+            plural(integer(record, "ranks") or 0, "rank"),
+            "yes" if record.get("repeated") is True else "no",
+            format_duration(finite(record, "recover_s")),
+        )
+        for record in run.of_kind("generation")
+    ]
+    columns = ("when", "after step", "cause", "left", "step repeated", "recovered in")
+    return Table.of("Lost ranks", columns, rows, {0, 2})
 
 
 def rank_table(run: RunFiles) -> Table:

@@ -22,13 +22,14 @@ from paceline.core.events import (
     CorruptEvent,
     EvalEvent,
     Event,
+    GenerationEvent,
     NoteEvent,
     Observer,
     StartEvent,
     StepEvent,
     StopEvent,
 )
-from paceline.core.units import format_duration, format_percent
+from paceline.core.units import format_duration, format_percent, plural
 from paceline.core.untrusted import one_line, printable
 from paceline.optim.scaling_report import describe_in_lines
 
@@ -135,6 +136,12 @@ def describe_event(event: Event) -> str | None:
         case CorruptEvent():
             action = "left out" if event.split == "val" else "replaced by its successor"
             return one_line(f"corrupt, {action}: {event.name} ({event.reason})")
+        case GenerationEvent():
+            again = ", repeating a step" if event.repeated else ""
+            return printable(
+                f"{event.cause}: continuing after step {event.step} on {plural(event.ranks, 'rank')}"
+                f"{again} ({format_duration(event.recover_s)})"
+            )
         case StopEvent() if event.reason != "finished":
             return printable(f"stopped after step {event.step}: {event.reason}")
         case NoteEvent():

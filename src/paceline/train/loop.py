@@ -56,17 +56,10 @@ class TrainingLoop:
             training.progress, training.plan.samples, share, training.group, training.emit
         )
         self._records = StepRecords(training)
-        self._save_owed = False
+        self.save_owed = False
 
-    def run(self) -> RunResult:
-        """Trains to the end of the run, or until it is stopped, and saves the last step.
-
-        Returns:
-            The reason for the end.
-
-        Raises:
-            PacelineError: If the run fails on any rank.
-        """
+    def start(self) -> None:
+        """Records the start of the run. A collective."""
         t, progress = self._t, self._t.progress
         t.startup.end("records")
         t.emit(
@@ -97,6 +90,19 @@ class TrainingLoop:
         if t.folder.resume_from is not None and t.saved_step < 0:
             # Resumed from a checkpoint in a different folder: this folder needs a checkpoint, too.
             self._save(best=False)
+
+    def run(self) -> RunResult:
+        """Trains to the end of the run, or until it is stopped, and saves the last step.
+
+        After a `LostMemberError` and a recovery, another call continues.
+
+        Returns:
+            The reason for the end.
+
+        Raises:
+            PacelineError: If the run fails on any rank.
+        """
+        t, progress = self._t, self._t.progress
         try:
             result = self._catch_up() or self._steps()
         except PacelineError as error:
@@ -106,12 +112,20 @@ class TrainingLoop:
             self._input.note(t.step.loader.note())
         progress.train_s = self._elapsed()
         self._records.gather_times()
-        if t.saved_step != progress.step:
-            self._save(best=False)
-        t.finish_save()
+        self.save()
         t.write_trace()
         self._note_not_finite()
         return result
+
+    def save(self) -> None:
+        """Saves the last completed step unless that has happened; waits for the file. A collective."""
+        if self._t.saved_step != self._t.progress.step:
+            self._save(best=False)
+        self._t.finish_save()
+
+    def forget_times(self) -> None:
+        """Drops step times that were not gathered yet, because a lost rank has some of them."""
+        self._records.forget_times()
 
     def _note_not_finite(self) -> None:
         """Emits a note if the last training or validation loss is not finite."""
@@ -139,7 +153,7 @@ class TrainingLoop:
             t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self.collect(0 if pause else t.step.lag)
-            if stop is None and self._save_owed and not pause:
+            if stop is None and self.save_owed and not pause:
                 # A save is due. Steps in flight complete first.
                 stop, pause = self.collect(), True
             if stop is not None:
@@ -191,7 +205,7 @@ class TrainingLoop:
         return self._before_s + time.perf_counter() - self._started
 
     def _account(self, outcome: StepOutcome) -> None:
-        self._save_owed |= outcome.save
+        self.save_owed |= outcome.save
         self._records.add(outcome, self._elapsed())
         self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
@@ -280,7 +294,7 @@ class TrainingLoop:
         t = self._t
         if t.saved_step == step:
             return False
-        if self._save_owed or step == t.plan.total_steps:
+        if self.save_owed or step == t.plan.total_steps:
             return True
         intervals = t.config.checkpoint
         if intervals.interval_steps and step % intervals.interval_steps == 0:
@@ -306,7 +320,7 @@ class TrainingLoop:
 
         The last checkpoint thus never contains weights that may be faulty.
         """
-        self._save_owed = not self._is_sound
+        self.save_owed = not self._is_sound
         if self._is_sound:
             self._save(best=False)
 
@@ -332,7 +346,7 @@ class TrainingLoop:
         checkpoint = t.state.capture(progress, before_content=t.finish_save)
         t.saved_step = progress.step
         # One save serves all requests so far: a signal reaches ranks at slightly different times.
-        self._save_owed = t.stop.save_requested = False
+        self.save_owed = t.stop.save_requested = False
         if checkpoint is None:
             return
         best = best and t.config.checkpoint.keep_best

@@ -427,10 +427,12 @@ class GradientSource:
     """Computes the gradients of each micro-batch by one backward pass.
 
     Attributes:
+        fixed_ranks: Reason why the number of ranks cannot change during a run; "" if it can.
         several_passes: True if `add` runs the model more than once. Gradients are then summed in fp32.
         exchanges: Number of times that the whole gradient is exchanged in a step, on average.
     """
 
+    fixed_ranks: ClassVar[str] = ""
     several_passes: ClassVar[bool] = False
     exchanges: float = 1.0
 

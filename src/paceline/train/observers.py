@@ -191,6 +191,10 @@ class RunTrace:
         """Returns True if the trace is still unwritten and `step` is past the last traced step."""
         return self._unwritten and step >= self.timeline.last
 
+    def drop(self) -> None:
+        """Drops the trace, because the ranks have changed."""
+        self._unwritten = False
+
     def write(self) -> str:
         """Gathers the spans of all ranks and writes them on rank 0.
 

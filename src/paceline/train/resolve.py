@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from paceline.config import SYNCHRONOUS, Job, RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.settings import flatten
+from paceline.core.units import plural
 from paceline.data import BatchPlan
 from paceline.optim.batch_growth import BatchGrowth, nearest_multiples
 from paceline.optim.scaling import Recipe, Target, scale_recipe
@@ -25,6 +26,7 @@ from paceline.train.batch_sizes import (
 )
 from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
+from paceline.train.micro_step import source_class
 from paceline.train.strategy import strategy_class
 
 
@@ -125,6 +127,7 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
     if not config.run.resume:  # a resumed run keeps the sizes in its checkpoint
         resolve_batch_sizes(*requested_batch(config, ranks))
     kind.check(config, ranks)
+    check_min_ranks(config, job)
 
 
 def _check_parts(plan: BatchPlan, reason: str) -> None:
@@ -138,6 +141,28 @@ def _check_parts(plan: BatchPlan, reason: str) -> None:
                 f"(ranks); {reason}",
                 f"use {nearest_multiples(batch, unit)}, or another --batch-size",
             )  # fmt: skip
+
+
+def check_min_ranks(config: RunConfig, job: Job) -> None:
+    """Refuses `comm.min_ranks`, with a ConfigError, for runs that cannot change their number of ranks."""
+    least, own = config.comm.min_ranks, config.optim.own_optimizer
+    if not least:
+        return
+    reasons = [strategy_class(config).fixed_ranks, source_class(config).fixed_ranks]
+    if least > job.processes:
+        raise ConfigError(
+            "comm.min_ranks", least, f"is more than the {plural(job.processes, 'rank')} of the job",
+            "start more ranks, or lower it",
+        )  # fmt: skip
+    if job.device == "cuda":
+        reasons.append("lost ranks have not been tested on GPUs")
+    if own.share_products == "on":
+        reasons.append(f"optim.{config.optim.name}.share_products = 'on' needs all ranks")
+    if reason := next(filter(None, reasons), ""):
+        raise ConfigError(
+            "comm.min_ranks", least, f"the number of ranks cannot change: {reason}",
+            "leave --min-ranks out; torchrun and --max-restarts restart all ranks",
+        )  # fmt: skip
 
 
 def check_num_classes(config: RunConfig, classes: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from paceline.comm.group import Group
-from paceline.comm.peer_errors import PeerError, ShowError
+from paceline.comm.peer_errors import LostMemberError, PeerError, ShowError
 from paceline.config import RunConfig
 from paceline.core.errors import ConfigError, DataError, DeviceError, PacelineError
 from paceline.core.events import JsonlWriter, NoteEvent, Observer, StopEvent
@@ -37,6 +37,7 @@ from paceline.train.inputs import common_settings, load_trackers, shared_version
 from paceline.train.loop import RunResult, TrainingLoop
 from paceline.train.machine import choose_device, hardware, versions
 from paceline.train.observers import watch_run
+from paceline.train.recovery import recover
 from paceline.train.run_folder import RunLock
 from paceline.train.step_records import RARE_EVENTS, each_rank_writes
 from paceline.train.stop_signals import STOPS, StopSignals, user_signals
@@ -115,7 +116,9 @@ def run_training(
     shared = {"program": "train", **common_settings(config)}
     device = choose_device(config, topology)
     with (
-        Group(topology, config.comm, device, show_error, shared, shared_versions()) as group,
+        Group(
+            topology, config.comm, device, show_error, shared, shared_versions(), elastic=True
+        ) as group,
         _device_errors(group),
     ):
         startup.end("device and ranks")
@@ -159,11 +162,30 @@ def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome
         training.group.watch_signals(wakeup.arrived)
         loop = TrainingLoop(training)
         try:
-            result = loop.run()
+            return _run_generations(training, loop)
         except PeerError as error:
             salvage(training, loop, error)
             raise
-        return _conclude(training, result)
+
+
+def _run_generations(training: Training, loop: TrainingLoop) -> RunOutcome:
+    """Runs the loop to its end. With `comm.min_ranks`, continues with the survivors of a lost rank."""
+    started, lost = False, False
+    while True:
+        try:
+            if lost:
+                recover(training, loop)
+            if not started:
+                loop.start()
+            started, lost = True, False
+            outcome = _conclude(training, loop.run())
+            if training.is_main:
+                training.group.finish()
+            return outcome
+        except LostMemberError:
+            if training.step.faulted:
+                raise  # the ranks end with an error on which they have agreed
+            lost = True  # the error refers to frames with old buffers, so it is not kept
 
 
 @contextmanager

@@ -184,7 +184,7 @@ LOCAL_SETTINGS = frozenset({
 # with changed values of these settings.
 _NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
     "run.name", "run.device", "data.dir", "data.max_corrupt_share",
-    "comm.timeout_s", "comm.rendezvous_timeout_s",
+    "comm.timeout_s", "comm.rendezvous_timeout_s", "comm.min_ranks",
     "checkpoint.interval_epochs", "checkpoint.interval_steps", "checkpoint.keep_best",
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, Signals
 from paceline.comm.group import Group
+from paceline.comm.peer_errors import LostMemberError
 from paceline.comm.tracing import Timeline
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.imports import first_line
@@ -91,11 +92,11 @@ class StepOutcome:
 class _Launched:
     number: int
     rate: float
-    pending: Pending
     corrupt: tuple[CorruptSample, ...]
     started: float
     data_s: float
     stall: Callable[[], dict[str, float]]
+    pending: Pending = field(init=False)
 
 
 @dataclass
@@ -149,7 +150,11 @@ class TrainStep:
     spans: Timeline = field(default_factory=lambda: Timeline(1, 0, torch.device("cpu")))
     _under_way: deque[_Launched] = field(default_factory=deque)
     given_up: bool = False
+    # Outcome of the latest completed step, as in `Pending.row`.
+    last_row: Tensor | None = None
     _unfinished: bool = False
+    # While the exchange of a step is under way, or after it has failed.
+    _exchanging: _Launched | None = None
     _launches: int = 0
     names: list[str] = field(init=False)
     # Exchanged and frozen parameters by name, each with the address of its data.
@@ -210,22 +215,24 @@ class TrainStep:
             request=float(self.stop.requested),
             **self.stop.stop_flags(),
         )
-        with self.spans.span("exposed exchange"):
-            self.reduce(signals)
-        with self.spans.span("update"):
-            pending = self._update(step, rate, hyperparameters)
-        self._unfinished = False
-        self._under_way.append(
-            _Launched(
-                number=step,
-                rate=rate,
-                pending=pending,
-                corrupt=tuple(computed.corrupt),
-                started=started,
-                data_s=computed.data_s,
-                stall=computed.wait.stall,
-            )
+        launched = self._exchanging = _Launched(
+            number=step,
+            rate=rate,
+            corrupt=tuple(computed.corrupt),
+            started=started,
+            data_s=computed.data_s,
+            stall=computed.wait.stall,
         )
+        with self.spans.span("exposed exchange"):
+            try:
+                self.reduce(signals)
+            except LostMemberError:
+                self.stop.save_requested |= bool(signals.save)  # the request was not sent
+                raise
+        with self.spans.span("update"):
+            launched.pending = self._update(step, rate, hyperparameters)
+        self._unfinished, self._exchanging = False, None
+        self._under_way.append(launched)
 
     def _compute(self, step: int, computed: _Computed) -> None:
         """Runs this rank's micro-batches, until an error or a request to stop."""
@@ -332,6 +339,7 @@ class TrainStep:
         if pending.wait is not None:
             # If the device runs the exchange, a rank waits for the other ranks here.
             self.group.watched(f"step {launched.number + 1} on the device", pending.wait)
+        self.last_row = pending.row
         row, bad = row_values(pending.row)
         if row["fault"]:
             self.faulted = True
@@ -386,6 +394,30 @@ class TrainStep:
         if self._unfinished:
             self.batch_norm.roll_back()
             self._unfinished = False
+        self._exchanging = None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if a step has begun and was neither completed nor rolled back."""
+        return self._unfinished
+
+    def complete(self, row: Tensor) -> None:
+        """Completes a step whose exchange has failed here but not on another rank, for `collect`.
+
+        The caller has restored the weights of the other rank. This rank's batch-norm statistics stay, as
+        they are those after the step, unless all ranks have discarded it.
+
+        Args:
+            row: The outcome on the other rank, its `last_row`.
+        """
+        launched = self._exchanging
+        assert launched is not None
+        values, _ = row_values(row)
+        if values["overflow"] or values["halted"]:
+            self.roll_back()
+        self._unfinished, self._exchanging = False, None
+        launched.pending = Pending(row=row, wait=None, exposed=lambda: 0.0)
+        self._under_way.append(launched)
 
     def asked_to_stop(self) -> bool:
         """Returns True after a stop signal on any rank. The rank with the signal tells all others."""

@@ -248,6 +248,8 @@ def share_products(
     wanted = config.optim.own_optimizer.share_products
     if not optimizer.rule.has_products or group.world_size == 1 or wanted == "off":
         return
+    if config.comm.min_ranks:
+        return  # an update must not fail after a part of it, as it could if another rank is lost
     cuda = group.device.type == "cuda"
     if cuda and group.backend != "nccl" and graphs:
         if wanted == "on":

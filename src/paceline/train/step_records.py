@@ -99,6 +99,11 @@ class StepRecords:
         if self._rank_times is not None:
             self._rank_times.gather()
 
+    def forget_times(self) -> None:
+        """Drops times that have not been gathered."""
+        if self._rank_times is not None:
+            self._rank_times.forget()
+
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
         """Estimates the noise scale of a step and adds the estimate to the running averages.
 
@@ -205,6 +210,10 @@ class RankTimes:
         waited = math.nan if event.core_wait_share is None else event.core_wait_share
         times = [event.step_s, event.exposed_comm_s, event.input_stall_s, waited]
         self._rows.append((event.step, times))
+
+    def forget(self) -> None:
+        """Drops the noted steps."""
+        self._rows.clear()
 
     def gather(self) -> None:
         """Emits a `RanksEvent` for each noted step on rank 0. All ranks call this after the same step."""

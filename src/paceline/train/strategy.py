@@ -104,6 +104,7 @@ class Strategy:
         same_weights: True if all ranks have the same weights after each step.
         eager: True if a pass contains collectives, which compiled code and CUDA graphs do not support.
         one_batch: Reason why the global batch cannot grow during a run; "" if it can.
+        fixed_ranks: Reason why the number of ranks cannot change during a run; "" if it can.
         equal_parts: Reason why all ranks need the same number of micro-batches; "" if they do not.
         counts: Titles of record fields that are histograms: title, name of the number, name of the count.
         shown: Values of the summary and of evaluations that reports display.
@@ -119,6 +120,7 @@ class Strategy:
     eager: ClassVar[bool] = False
     one_batch: ClassVar[str] = ""
     equal_parts: ClassVar[str] = ""
+    fixed_ranks: ClassVar[str] = ""
     counts: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
     shown: ClassVar[tuple[ShownField, ...]] = ()
     lag: int | None = None

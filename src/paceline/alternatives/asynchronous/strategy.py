@@ -68,6 +68,7 @@ class Asynchronous(Strategy):
     same_weights = False
     stops_within_step = False
     one_batch = "run.strategy = 'asynchronous' needs a constant batch"
+    fixed_ranks = "each rank has weights of its own"
     equal_parts = "each rank pushes a gradient of its own in each step"
     counts = {"staleness": ("Staleness", "updates by other ranks", "pushes")}  # noqa: RUF012
 

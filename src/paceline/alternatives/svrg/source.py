@@ -34,6 +34,7 @@ class SvrgSource(GradientSource):
     plan: BatchPlan
     loader: Callable[[], TrainBatches]
 
+    fixed_ranks = "a full gradient is a sum over all ranks and several steps"
     several_passes: ClassVar[bool] = True
 
     @classmethod

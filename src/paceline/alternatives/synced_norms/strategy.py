@@ -25,6 +25,7 @@ class SyncedNorms(Synchronous):
 
     name = "synced_norms"
     eager = True
+    fixed_ranks = "batch norms share statistics among fixed groups of ranks"
     equal_parts = "the ranks of a group normalize each micro-batch together"
     _norms: NormGroup
 

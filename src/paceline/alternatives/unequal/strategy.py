@@ -41,6 +41,7 @@ class Unequal(Synchronous):
     name = "unequal"
     several_ranks = True
     one_batch = "run.strategy = 'unequal' divides a constant one"
+    fixed_ranks = "the shares are those of all ranks"
     equal_parts = "run.strategy = 'unequal' divides the batch itself"
 
     def __init__(self, config: RunConfig, group: Group) -> None:

@@ -1,0 +1,291 @@
+"""`Generations`: the members of a job that may lose ranks, and how the survivors meet again.
+
+A job is a sequence of generations with fixed members. The log of losses (`LossLog`) decides the members
+of each generation, and its length is the generation's number. When a member of the current generation
+is lost, a thread that waits for the next entry of the log ends this rank's collectives: it shuts down
+the sockets of the process groups, and ends phases of an agreement. The training thread then forms the
+next generation (`form`). Survivors meet under a prefix of the store that only this generation uses. One
+key decides whether the generation begins, so that either all of its members connect, or none: the last
+member to arrive writes `go`, and a member that reads of another loss before that writes `stale`.
+
+While no member is lost, this makes no request to the store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from paceline.comm.agreement import ActiveClock, came, peek
+from paceline.comm.job import Attendance
+from paceline.comm.losses import LossLog
+from paceline.comm.peer_errors import PeerError
+from paceline.core.errors import ConfigError
+from paceline.core.topology import Topology
+from paceline.core.untrusted import ParseError
+
+# The supervisor that started this rank sets this variable. It reports lost ranks and keeps the others.
+SUPERVISOR_VARIABLE = "PACELINE_SUPERVISOR"
+# Time limit for the connections of a new generation. All members are alive when they start to connect.
+CONNECT_S = 60.0
+# How long a rank whose collective failed waits until a supervisor has reported the lost rank.
+_REPORT_S = 10.0
+_SLICE_S = 30.0
+_NODE = "paceline/elastic/node"
+_SOCKETS = Path("/proc/self/fd")
+_GO, _STALE = "go", "stale"
+
+
+def check_supervisor(min_ranks: int) -> None:
+    """Raises ConfigError if ranks may be lost but no supervisor would keep the others running."""
+    if SUPERVISOR_VARIABLE not in os.environ:
+        raise ConfigError(
+            "comm.min_ranks", min_ranks, "this launcher ends all ranks when one is lost",
+            "use paceline train --nproc-per-node N --min-ranks M, or set it to 0",
+        )  # fmt: skip
+
+
+class GroupSockets:
+    """The sockets of process groups, which `shut_down` closes for both ends.
+
+    Gloo has no call that ends a collective which waits for another rank. After its sockets are shut down,
+    the collective fails on this rank and on the rank at the other end. Works on Linux only; elsewhere the
+    other ranks notice a lost rank when a neighbor's connections end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[int, str] = {}
+        self._before: dict[int, str] | None = None
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Records the sockets that are opened in this context."""
+        with self._lock:
+            self._before = _open_sockets()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._made |= self._new()
+                self._before = None
+
+    def shut_down(self) -> None:
+        """Shuts the recorded sockets down, also those that are being opened at the moment."""
+        with self._lock:
+            now = _open_sockets()
+            # A number may belong to another socket by now.
+            own = {fd for fd, name in (self._made | self._new()).items() if now.get(fd) == name}
+            self._made = {}
+        for fd in own:
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                # The shutdown of a listening socket would end the process.
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _new(self) -> dict[int, str]:
+        if self._before is None:
+            return {}
+        before = self._before
+        return {fd: name for fd, name in _open_sockets().items() if before.get(fd) != name}
+
+
+def _open_sockets() -> dict[int, str]:
+    """Returns the file descriptors of this process's sockets, each with a name that is never reused."""
+    found = {}
+    with suppress(OSError):
+        for entry in _SOCKETS.iterdir():
+            with suppress(OSError):
+                if (name := str(entry.readlink())).startswith("socket:"):
+                    found[int(entry.name)] = name
+    return found
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation of a job.
+
+    Attributes:
+        number: Length of the log of losses from which the members follow.
+        members: The ranks of the first generation that are left, in order. Their places are their
+            ranks in this generation.
+        topology: This rank in the generation.
+        store: The store, with a prefix that only this generation uses.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    topology: Topology
+    store: Store
+
+    @property
+    def member(self) -> int:
+        """This process's rank in the first generation."""
+        return self.members[self.topology.rank]
+
+
+class Generations:
+    """The generations of a job as one of its members sees them.
+
+    Args:
+        store: The store of the first generation.
+        topology: This rank in the first generation.
+        timeout_s: How long survivors wait for a member that neither arrives nor is lost.
+    """
+
+    def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
+        self._store, self._first, self._timeout_s = store, topology, timeout_s
+        self.sockets = GroupSockets()
+        # Ends phases of the agreement of the current generation.
+        self.interrupt: Callable[[], None] = lambda: None
+        everybody = tuple(range(topology.world_size))
+        self.current = Generation(0, everybody, topology, store)
+        self._log = LossLog(_without_prefix(store))
+        # The listener waits on a connection of its own.
+        self._heard_store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+        self._heard = LossLog(_without_prefix(self._heard_store))
+        self._forming: Generation | None = None
+        self._lock = threading.Lock()
+        self._lost = threading.Event()
+        store.set(f"{_NODE}/{topology.rank}", str(topology.node_rank))
+        threading.Thread(target=self._listen, name="paceline-losses", daemon=True).start()
+
+    def lost_within(self, limit_s: float = _REPORT_S) -> bool:
+        """Waits until a loss of a member of this generation is reported; False after `limit_s`."""
+        return self._lost.wait(limit_s)
+
+    def describe_losses(self) -> str:
+        """Returns the causes of all losses that this rank has read of, without remedies."""
+        causes = [cause.partition(";")[0] for cause in self._heard.lost.values()]
+        return ", ".join(dict.fromkeys(causes))
+
+    def begin(self) -> None:
+        """Records that all ranks have met. Before that, the supervisors end all ranks if one is lost."""
+        self._log.begin()
+
+    def finish(self) -> None:
+        """Records that all members have completed the run."""
+        self._log.finish()
+
+    def evict(self, rank: int, why: str) -> None:
+        """Asks the supervisor of a silent rank of this generation to end it and to report the loss."""
+        # Another thread may be waiting on the main connection.
+        self._log.own_connection().evict(self.current.members[rank], why)
+
+    def form(self, connect: Callable[[Generation], None]) -> None:
+        """Forms the next generation with all other survivors.
+
+        Args:
+            connect: Connects the process groups of a generation; may raise RuntimeError.
+
+        Raises:
+            PeerError: If the survivors cannot continue, because rank 0 is lost, or because a member
+                that is not lost cannot be reached.
+        """
+        while True:
+            self._log.read()
+            generation = self._next()
+            with self._lock:
+                self._forming = generation
+                if self._heard.length > generation.number:
+                    continue
+                self._lost.clear()
+            if not self._all_arrive(generation):
+                continue
+            try:
+                connect(generation)
+            except RuntimeError as error:
+                failure = str(error)
+            else:
+                with self._lock:
+                    self.current, self._forming = generation, None
+                return
+            abandon_process_groups()
+            if not self.lost_within():
+                raise PeerError(
+                    f"rank {generation.member} cannot connect to the remaining ranks ({failure[:160]})",
+                    "resume with --resume auto",
+                )
+
+    def _next(self) -> Generation:
+        """Returns the generation that follows from the log as this thread has read it."""
+        lost, first = self._log.lost, self._first
+        if 0 in lost:
+            raise PeerError(lost[0] or "rank 0 is lost", "resume with --resume auto")
+        members = tuple(rank for rank in range(first.world_size) if rank not in lost)
+        if first.rank not in members:
+            raise PeerError(
+                f"the other ranks continue without rank {first.rank}: {lost[first.rank]}",
+                "look into the log of the job's rank 0",
+            )
+        keys = [f"{_NODE}/{rank}" for rank in members]
+        nodes = [int(text) for text in self._store.multi_get(keys)]
+        rank = members.index(first.rank)
+        here = [place for place, node in enumerate(nodes) if node == first.node_rank]
+        topology = replace(
+            first, rank=rank, world_size=len(members), local_rank=here.index(rank),
+            local_world_size=len(here),
+        )  # fmt: skip
+        number = self._log.length
+        return Generation(
+            number, members, topology, PrefixStore(f"generation-{number}", self._store)
+        )
+
+    def _all_arrive(self, generation: Generation) -> bool:
+        """Waits for all members of a generation; returns False if another member is lost before."""
+        store, clock = generation.store, ActiveClock(longest_s=2 * _SLICE_S)
+        attendance = Attendance(store, "arrived", len(generation.members))
+        if attendance.arrive(generation.topology.rank):
+            store.compare_set("ready", "", _GO)
+        evicted = False
+        while not came(store, "ready", min(_SLICE_S, self._timeout_s)):
+            if clock.now_s() > self._timeout_s and not evicted:
+                evicted = True
+                for rank in attendance.missing():
+                    why = f"did not meet the remaining ranks within {self._timeout_s:g} s"
+                    self._log.evict(generation.members[rank], why)
+        return peek(store, "ready") == _GO
+
+    def _listen(self) -> None:
+        """Ends this rank's collectives when a member is lost. Runs in a thread until the process ends."""
+        # If the store ends with its host, the watchdog reports that.
+        with suppress(RuntimeError, ParseError):
+            while True:
+                if not self._heard.wait():
+                    continue
+                with self._lock:
+                    generation = self._forming or self.current
+                    if self._heard.lost.keys().isdisjoint(generation.members):
+                        continue
+                    self._lost.set()
+                if generation is self._forming:
+                    name = f"generation-{generation.number}"
+                    PrefixStore(name, self._heard_store).compare_set("ready", "", _STALE)
+                self.sockets.shut_down()
+                self.interrupt()
+
+
+def _without_prefix(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def abandon_process_groups() -> None:
+    """Leaves all process groups without waiting for their collectives.
+
+    The groups end on a thread, because the end of a group waits for its unfinished collectives.
+    """
+    groups = [*distributed_c10d._world.pg_map]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    threading.Thread(target=groups.clear, name="paceline-abandon", daemon=True).start()
