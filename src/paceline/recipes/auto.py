@@ -2,7 +2,7 @@
 
 It looks at the images, the device and the time, and chooses model, image size, batch, epochs, optimizer,
 rate, augmentation and validation split. Settings that the user has given stay, and the other choices take
-them into account. The constants come from measurements on two CPU cores (`records/own-photos`).
+them into account. `records/own-photos` tells which constants are measured and which are conventional.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class _Choice:
             self._reasons["auto: rate"] = f"the usual one of {given['optim.name']}"
             return
         rate = 0.05 if plan.net.model.startswith("resnet18") else 0.1
-        reason = "measured for small sets at batch 32"
+        reason = "usual for this network and batch"
         if weights is not None:
             rate, reason = 0.01, "a tenth of the rate without pretrained weights, or less"
         # The rate follows the square root of the batch.

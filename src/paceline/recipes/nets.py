@@ -62,7 +62,7 @@ class Net:
         return f"{self.model} at {self.pixels} pixels"
 
 
-# Measured on one thread of a server CPU; the numbers of visits by trainings on two cores.
+# Costs are measured on one thread of a server CPU. Visits and epochs are estimates from few trainings.
 NETS = (
     Net("resnet_tiny", 32, 1.0, 0, 0),
     Net("resnet_tiny", 48, 2.2, 10_000, 4),
