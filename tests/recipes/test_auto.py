@@ -286,6 +286,12 @@ def test_a_time_that_cannot_be_met(tmp_path: Path) -> None:
     assert "give --minutes" in line
 
 
+@pytest.mark.parametrize("command", [["lr-find"], ["rehearse", "--nodes", "2"], ["tune"]])
+def test_only_train_takes_this_recipe(command: list[str], tmp_path: Path) -> None:
+    line = run([command[0], "auto", *command[1:], "--data-dir", "photos"], tmp_path).error_line()
+    assert "config.toml" in line
+
+
 def test_time_without_this_recipe(tmp_path: Path) -> None:
     line = run(["train", "quickstart", "--minutes", "3"], tmp_path).error_line()
     assert "recipe auto" in line

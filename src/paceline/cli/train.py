@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import report_error
-from paceline.cli.options import MasterPort, NprocPerNode, Trust
+from paceline.cli.options import MasterPort, NprocPerNode, Trust, settled
 from paceline.config import RunConfig, default_recipe, load_config, parse_assignment, parse_value
 from paceline.core.host import StartUp, process_age_s
 from paceline.train.display import create_display, print_line
@@ -128,14 +128,15 @@ def resolve(
 ) -> RunConfig:  # fmt: skip
     """Builds the configuration from defaults, the recipe, flags and the values of `--set`.
 
-    With `chooses`, the default recipe for own data chooses settings when the run starts.
+    With `chooses`, the recipe may choose settings when the run starts; the default one for own data does.
     """
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if "data.dir" in overrides:
         # The user's data replaces the embedded set of a recipe.
         overrides.setdefault("data.source", "auto")
     recipe = recipe or default_recipe(overrides, own_data=chooses and "data.dir" in overrides)
-    return load_config(recipe, overrides, trust=trust)
+    config = load_config(recipe, overrides, trust=trust)
+    return config if chooses else settled(config)
 
 
 def train_here(config: RunConfig) -> int:
