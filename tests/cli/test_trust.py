@@ -83,6 +83,7 @@ READING = r"load_config|stored_config|read_recipe|parse_toml|\w+\.from_tables"
 READS_CONFIG = {
     "cli/train.py load_config", "cli/tune.py load_config", "config/run_config.py RunConfig.from_tables",
     "config/recipe.py parse_toml", "config/run_config.py load_config",
+    "config/run_config.py parse_toml",
     "config/run_config.py read_recipe",
     "core/settings.py parse_toml",  # the text of one setting
     "plan/plan_file.py parse_toml", "planner/accelerators.py parse_toml",
