@@ -35,7 +35,8 @@ from paceline.data import sum_by_stage
 from paceline.data.loaders.loader import PREFETCH_BATCHES
 from paceline.models.settings import check_model_name
 from paceline.train.step import TrainStep
-from paceline.tune.step import StepRow, SyntheticBatches, build_step
+from paceline.train.step_time import SyntheticBatches
+from paceline.tune.step import StepRow, build_step
 from paceline.tune.timing import steady_times
 
 if TYPE_CHECKING:

@@ -189,7 +189,8 @@ def test_every_setting_that_the_source_names_exists() -> None:
     """An error that names a setting which cannot be set leads nowhere."""
     known = set(setting_names())
     known |= {name.rpartition(".")[0] for name in known}
-    known |= {"run.lock", "data.pkl"}  # files of the run folder and of torch.save
+    # Files of the run folder, of torch.save and of Hugging Face.
+    known |= {"run.lock", "data.pkl", "model.safetensors"}
     named = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_0-9]+)+(?![\w(/.:\[])")
     unknown = []
     for file in Path(paceline.__file__).parent.rglob("*.py"):

@@ -5,4 +5,4 @@
 
 from __future__ import annotations
 
-PACKAGES = ("accel", "alternatives", "rehearsal")
+PACKAGES = ("accel", "alternatives", "recipes", "rehearsal")

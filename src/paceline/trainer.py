@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from paceline.comm.peer_errors import ShowError
-from paceline.config import RunConfig, load_config
+from paceline.config import RunConfig, default_recipe, load_config
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import Observer
 from paceline.core.host import StartUp
@@ -94,7 +94,8 @@ class Trainer:
             or a map-style torch Dataset of (image, label).
         val_data: A `pl.Source` or a torch Dataset for evaluation.
         val_split: Fraction of `data` to hold out for evaluation.
-        recipe: The name of a shipped recipe, or a TOML file.
+        recipe: The name of a recipe, or a TOML file. Default: `quickstart` without data, and `auto` for
+            `data` without a model.
         optimizer: A name, `module:Class`, or a function that creates an optimizer from parameter groups.
         lr: Learning rate; the same as the setting `optim.lr`.
         epochs: Number of epochs to train.
@@ -170,8 +171,10 @@ class Trainer:
         _take(values, components, "run.loss", "loss", loss)
         _take_data(values, components, data, val_data)
         values = {**(settings or {}), **values}
-        if recipe is None and not {"data.dir", "data.source"} & values.keys():
-            recipe = "quickstart"
+        if recipe is None:
+            # A given model has its own needs, so nothing is chosen for it.
+            chooses = data is not None and not {"model.name"} & values.keys()
+            recipe = default_recipe(values, own_data=chooses)
         config = load_config(str(recipe) if recipe else None, values, trust=trust)
         self._set_up(config, Components(**components), trust)
 

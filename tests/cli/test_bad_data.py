@@ -34,7 +34,6 @@ def _no_classes_file(folder: Path) -> None:
 
 SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda folder: None, "data: "),
-    "no validation": (lambda folder: (write_shards(folder) / "val-0.tar").unlink(), "data: "),
     "truncated": (
         lambda folder: os.truncate(write_shards(folder) / "train-1.tar", 12_000),
         "data/train-1.tar: ",

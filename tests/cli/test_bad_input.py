@@ -12,13 +12,13 @@ import torch
 import faults
 from cli_runs import Call, Done, run_two, small, started_ranks
 from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
-from paceline.cli.dry_run import step_seconds
 from paceline.models.registry import create_model
 from paceline.models.settings import ModelSettings
 from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import NATIVE
 from paceline.plan.size_table import SizeTable
+from paceline.train.step_time import step_seconds
 
 HYBRID = (
     "--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.sizes=64", "--set", "comm.fusion_mib=0.25",

@@ -74,6 +74,7 @@ RUNS_CODE = {
     "models/factories.py importlib.import_module",  # timm and torchvision
     "models/factories.py import_object",
     "optim/build.py importlib.import_module",  # timm
+    "recipes/weights.py importlib.import_module",  # Hugging Face's hub, if asked for
     "optim/build.py import_object",
     "train/loss.py import_object",
 }
@@ -81,7 +82,9 @@ RUNS_CODE = {
 READING = r"load_config|stored_config|read_recipe|parse_toml|\w+\.from_tables"
 READS_CONFIG = {
     "cli/train.py load_config", "cli/tune.py load_config", "config/run_config.py RunConfig.from_tables",
-    "config/run_config.py parse_toml", "config/run_config.py read_recipe",
+    "config/recipe.py parse_toml", "config/run_config.py load_config",
+    "config/run_config.py parse_toml",
+    "config/run_config.py read_recipe",
     "core/settings.py parse_toml",  # the text of one setting
     "plan/plan_file.py parse_toml", "planner/accelerators.py parse_toml",
     "report/run_files.py parse_toml", "train/run_folder.py parse_toml",  # shown, compared

@@ -20,7 +20,7 @@ STEMS = (
     "asynchron", "staleness", "parameter_?server", "rehears", "svrg", "halp", "anchor", "eight_?bit",
 )  # fmt: skip
 # Words of the core that are also the name of a module.
-COMMON = {"settings", "wires", "strategy", "source", "acceleration"}
+COMMON = {"settings", "wires", "strategy", "source", "acceleration", "recipes"}
 KINDS = ("strategies", "wires", "optimizers", "schedules", "gradient sources", "sources")
 
 

@@ -14,7 +14,16 @@ from cli_runs import Done, run, run_two, small, summary
 from design.hidden import hide
 from paceline import alternatives
 
-EXTENSIONS = ("accel", "alternatives", "planner", "rehearsal", "report", "trackers", "tune")
+EXTENSIONS = (
+    "accel",
+    "alternatives",
+    "planner",
+    "recipes",
+    "rehearsal",
+    "report",
+    "trackers",
+    "tune",
+)
 METHODS = [f"alternatives.{module.name}" for module in pkgutil.iter_modules(alternatives.__path__)]
 # A setting that asks for each method.
 CHOSEN = {
@@ -79,6 +88,7 @@ def test_two_ranks_have_the_same_weights_without_any(tmp_path: Path) -> None:
         ("accel", small("--compile", "off"), "run.accel"),
         ("alternatives", small("--set", "run.strategy=unequal"), "run.strategy"),
         *((name, small("--set", asked), asked.partition("=")[0]) for name, asked in CHOSEN.items()),
+        ("recipes", ["train", "auto", *small()[1:]], "recipe"),
         ("trackers", small("--set", "run.trackers=['csv']"), "run.trackers"),
         ("rehearsal", ["rehearse", *small()[1:], "--nodes", "1", "--gpus-per-node", "2"],
          "run.rehearsal"),

@@ -6,9 +6,7 @@ synthetic images.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,12 +25,6 @@ if TYPE_CHECKING:
     from paceline.train.batch_sizes import BatchSizes
 
 
-_WARM_UP, _STEPS = 2, 5
-# The number of seconds after which no further step begins.
-_LIMIT_S = 20.0
-_CPU_IMAGES = 8
-
-
 def dry_run(config: RunConfig, ranks: int) -> int:
     """Prints settings, data, model and time of a run.
 
@@ -45,6 +37,7 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     """
     from paceline.comm.group import Group
     from paceline.optim.scaling_report import describe_in_lines
+    from paceline.train.choices import choices_of, look
     from paceline.train.components import Components
     from paceline.train.exchange_plan import describe_idle
     from paceline.train.inputs import check_trackers
@@ -53,6 +46,13 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     from paceline.train.strategy import strategy_class
 
     device = choose_device(config, Topology())
+    if config.run.pending is not None:
+        threads = max(1, choose_threads(config, Topology()) // ranks)
+        with look(config, Components(), device, ranks, threads) as situation:
+            choices = choices_of(situation)
+        for name, text in choices.reasons.items():
+            _show(name, text)
+        config = choices.apply(config)
     job, program = Job(processes=ranks, device=device.type), Components()
     refuse(config, job, program)
     check_trackers(config)
@@ -149,16 +149,11 @@ def _measure(
     """
     import torch
 
-    from paceline.comm.tracing import COMPUTE, Timeline
-    from paceline.data import BatchPlan
     from paceline.models.synced_norm import keep_last_statistics
     from paceline.train.components import Components
     from paceline.train.model_checks import make_model
-    from paceline.train.resolve import without_exchange
-    from paceline.train.step_parts import create_parts, create_step
-    from paceline.train.stop_signals import StopSignals
+    from paceline.train.step_time import measure_step
     from paceline.train.strategy import strategy_class
-    from paceline.tune.step import SyntheticBatches
 
     device = group.device
     model = make_model(config, config.model.num_classes or classes, Components())
@@ -166,59 +161,16 @@ def _measure(
         keep_last_statistics(model)
     strategy_class(config).check_model(model)
     exchange = _exchange(config, model, ranks)
-    config = without_exchange(config, ranks)
-    if config.run.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model = model.to(device)
-    # On a CPU the time of a few images is enough, and a batch that does not fit does no harm.
-    micro = sizes.micro_batch if device.type == "cuda" else min(sizes.micro_batch, _CPU_IMAGES)
-    parts = create_parts(
-        config, model, group, rate=1e-6, micro_batch=micro, accumulate=False, classes=classes,
-        steps_per_epoch=steps_per_epoch,
-    )  # fmt: skip
     weights = sum(parameter.numel() for parameter in model.parameters())
     _show("model", f"{config.model.name}, {weights:,} parameters")
-    for name, text in (parts.describe() | exchange).items():
+    measured = measure_step(
+        config, model, group, micro_batch=sizes.micro_batch, classes=classes, ranks=ranks,
+        steps_per_epoch=steps_per_epoch,
+    )  # fmt: skip
+    for name, text in (measured.choices | exchange).items():
         _show(name, text)
-    plan = BatchPlan(micro, _WARM_UP + _STEPS, micro, micro, 1)
-    data = config.data
-    loader = SyntheticBatches(micro, data.image_size, classes, device, data.channels)
-    step = create_step(config, parts, loader, plan, group, StopSignals())
-    step.spans = timeline = Timeline(1, _WARM_UP + _STEPS, device)
-    times: list[float] = []
-    started = time.perf_counter()
-    for number in range(_WARM_UP + _STEPS):
-        before = time.perf_counter()
-        timeline.step_begun(number)
-        step.run(number, 1e-6)
-        times.append(time.perf_counter() - before)
-        if time.perf_counter() - started > _LIMIT_S:
-            break
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         _show("memory measured", f"{format_bytes(peak)} on {device}")
-    updates = [
-        span.stop_s - span.start_s
-        for span in timeline.spans()
-        if span.name == "update" and span.track == COMPUTE
-    ]
-    step.release()
-    parts.exchange.close()
-    return step_seconds(times, updates, sizes.micro_batch * sizes.accumulation / micro)
-
-
-def step_seconds(
-    steps_s: Sequence[float], updates_s: Sequence[float], parts: float
-) -> tuple[float, float]:
-    """Returns the seconds for forward and backward of a step, and the seconds for the update.
-
-    Args:
-        steps_s: The seconds of measured steps, each of which has only a part of the images of a real
-            step. The first steps warm up and are ignored if there are later steps.
-        updates_s: The seconds of the updates in these steps.
-        parts: The number of such parts in a real step.
-    """
-    pairs = list(zip(steps_s, updates_s, strict=True))
-    pairs = pairs[_WARM_UP:] or pairs
-    images_s = statistics.median(step - update for step, update in pairs)
-    return parts * images_s, statistics.median(update for _, update in pairs)
+    parts = sizes.micro_batch * sizes.accumulation / measured.images
+    return parts * measured.images_s, measured.update_s

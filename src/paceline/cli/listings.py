@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import typer
 
 from paceline.cli.options import AsJson
-from paceline.config import RECIPES, recipe_names
+from paceline.config import CHOOSERS, RECIPES, recipe_names
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.untrusted import one_line
 from paceline.models.settings import FORMS, MODEL_NAMES, ZOOS, registered_models, split_name
@@ -19,9 +19,11 @@ def recipes(
 ) -> int:
     """List the shipped recipes, or show one."""
     if name is None:
-        width = max(len(known) for known in recipe_names())
-        for known in recipe_names():
-            typer.echo(f"{known:<{width}}  {_comment(known)}")
+        lines = dict.fromkeys(CHOOSERS.names(), "Chooses settings from data and machine.")
+        lines |= {known: _comment(known) for known in recipe_names()}
+        width = max(map(len, lines))
+        for known, text in lines.items():
+            typer.echo(f"{known:<{width}}  {text}")
         return 0
     if name not in recipe_names():
         raise ConfigError("NAME", name, "is not a recipe", nearest(name, recipe_names()))

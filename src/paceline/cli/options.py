@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.config import RunConfig
 
 AmpDtype = Annotated[str, typer.Option(help="fp16, bf16, fp32 or auto.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
@@ -54,3 +57,13 @@ def check_at_least(least: int, values: Mapping[str, float]) -> None:
     for option, value in values.items():
         if value < least:
             raise ConfigError(option, value, f"must be at least {least}")
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """Returns `config`; raises ConfigError if its recipe chooses settings only when a run starts."""
+    if config.run.pending is None:
+        return config
+    raise ConfigError(
+        "recipe", config.run.pending.recipe, "chooses settings only in paceline train",
+        "give the config.toml of a run, or another recipe",
+    )  # fmt: skip

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from paceline.cli.failure import report_error
-from paceline.cli.options import MasterPort, NprocPerNode, Trust, check_at_least
-from paceline.config import RunConfig, load_config, parse_assignment, parse_value
+from paceline.cli.options import MasterPort, NprocPerNode, Trust, check_at_least, settled
+from paceline.config import RunConfig, default_recipe, load_config, parse_assignment, parse_value
 from paceline.core.host import StartUp, process_age_s
 from paceline.train.display import create_display, print_line
 from paceline.train.stop_signals import (
@@ -22,7 +22,7 @@ from paceline.train.stop_signals import (
 
 def train(
     recipe: str | None = typer.Argument(
-        None, help="A shipped recipe's name or a TOML file. Default: quickstart, or plain defaults "
+        None, help="A shipped recipe's name or a TOML file. Default: quickstart, or auto "
         "with --data-dir.",
     ),
     data_dir: str | None = typer.Option(None, help="Tar shards or class folders, train and val."),
@@ -35,6 +35,8 @@ def train(
         None, "--batch-size", "-b", help="Of one process.", metavar="N"),
     global_batch_size: str | None = typer.Option(None, help="Of all processes together.", metavar="N"),
     epochs: str | None = typer.Option(None, help="Epochs to train.", metavar="N"),
+    minutes: str | None = typer.Option(
+        None, help="Time for the whole run, with the recipe auto.", metavar="X"),
     opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb …, or torch.optim:CLASS."),
     lr: str | None = typer.Option(None, help="Peak learning rate, without scaling.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
@@ -73,11 +75,11 @@ def train(
 ) -> int:  # fmt: skip
     """Train a model."""
     given = locals()
-    flags = parse_flags(given)
+    flags = parse_flags(given, {**FLAGS, "minutes": "run.minutes"})
     flags |= {"run.traced_steps": [10, 30]} if trace else {}
     flags |= {"run.report_port": 0} if watch else {}
     flags |= {} if min_ranks is None else {"comm.min_ranks": min_ranks}
-    config = resolve(recipe, flags, settings, trust)
+    config = resolve(recipe, flags, settings, trust, chooses=True)
     check_at_least(1, {"--nproc-per-node": nproc_per_node, "--nnodes": nnodes})
     check_at_least(0, {"--max-restarts": max_restarts})
     if dry:
@@ -125,16 +127,20 @@ def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS
 
 
 def resolve(
-    recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool = False
-) -> RunConfig:
-    """Builds the configuration from defaults, the recipe, flags and the values of `--set`."""
+    recipe: str | None, flags: dict[str, Any], settings: list[str], trust: bool = False,
+    *, chooses: bool = False,
+) -> RunConfig:  # fmt: skip
+    """Builds the configuration from defaults, the recipe, flags and the values of `--set`.
+
+    With `chooses`, the recipe may choose settings when the run starts; the default one for own data does.
+    """
     overrides = flags | dict(parse_assignment(text) for text in settings)
     if "data.dir" in overrides:
         # The user's data replaces the embedded set of a recipe.
         overrides.setdefault("data.source", "auto")
-    elif recipe is None and "data.source" not in overrides:
-        recipe = "quickstart"
-    return load_config(recipe, overrides, trust=trust)
+    recipe = recipe or default_recipe(overrides, own_data=chooses and "data.dir" in overrides)
+    config = load_config(recipe, overrides, trust=trust)
+    return config if chooses else settled(config)
 
 
 def train_here(config: RunConfig) -> int:

@@ -171,7 +171,7 @@ def _config(
         return None
     if overrides.get("data.image_size"):
         overrides.setdefault("data.eval_resize", 0)
-    return load_config(recipe, overrides, trust=trust)
+    return options.settled(load_config(recipe, overrides, trust=trust))
 
 
 def _classes(config: RunConfig) -> tuple[int, str]:

@@ -332,7 +332,8 @@ class Group(Collectives):
     def close(self) -> None:
         """Leaves the group. Waits only a few seconds for ranks that may be gone."""
         # First the connections, so that a rank that waits in a collective finds out.
-        if dist.is_initialized() and not self._device_lost and not self.aborted:
+        joined = self.backend != "none" and dist.is_initialized()
+        if joined and not self._device_lost and not self.aborted:
             dist.destroy_process_group()
         if self._agreement is not None:
             self._agreement.leave()

@@ -5,9 +5,15 @@ keys are errors.
 """
 
 from paceline.config.exclusions import Job
+from paceline.config.recipe import (
+    CHOOSERS,
+    RECIPES,
+    default_recipe,
+    read_recipe,
+    recipe_names,
+)
 from paceline.config.run_config import (
     DEFAULTS,
-    RECIPES,
     SECTIONS,
     RunConfig,
     changed_settings,
@@ -15,16 +21,22 @@ from paceline.config.run_config import (
     merge,
     parse_assignment,
     parse_value,
-    read_recipe,
-    recipe_names,
     setting_names,
     stored_config,
     unflatten,
+    with_choices,
     with_defaults,
 )
-from paceline.config.settings import STRATEGIES, SYNCHRONOUS, CheckpointSettings, RunSettings
+from paceline.config.settings import (
+    STRATEGIES,
+    SYNCHRONOUS,
+    CheckpointSettings,
+    Pending,
+    RunSettings,
+)
 
 __all__ = [
+    "CHOOSERS",
     "DEFAULTS",
     "RECIPES",
     "SECTIONS",
@@ -32,9 +44,11 @@ __all__ = [
     "SYNCHRONOUS",
     "CheckpointSettings",
     "Job",
+    "Pending",
     "RunConfig",
     "RunSettings",
     "changed_settings",
+    "default_recipe",
     "load_config",
     "merge",
     "parse_assignment",
@@ -44,5 +58,6 @@ __all__ = [
     "setting_names",
     "stored_config",
     "unflatten",
+    "with_choices",
     "with_defaults",
 ]

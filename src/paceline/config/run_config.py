@@ -8,21 +8,20 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from paceline.comm.settings import CommSettings
 from paceline.config.exclusions import EXCLUSIONS, Job
-from paceline.config.settings import STRATEGIES, CheckpointSettings, RunSettings
+from paceline.config.recipe import CHOOSERS, Tables, read_recipe
+from paceline.config.settings import STRATEGIES, CheckpointSettings, Pending, RunSettings
 from paceline.config.trust import check_trust
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.exclusions import Exclusion, check_exclusions
-from paceline.core.files import read_regular
 from paceline.core.settings import (
     Section,
     flatten,
@@ -45,7 +44,6 @@ from paceline.optim.settings import KnownGood, OptimSettings
 from paceline.plan.wires import WIRES
 from paceline.precision.settings import PrecisionSettings
 
-Tables = dict[str, dict[str, Any]]
 # The version of all defaults, which a file names as `defaults`; a file without it has this version. Raise
 # it when a default changes, and let `from_tables` use the earlier default for files of older versions.
 DEFAULTS = 1
@@ -250,52 +248,28 @@ def unflatten(values: Mapping[str, Any]) -> Tables:
     return unflatten_names(values)
 
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 # The default of `optim.warmup_max_share`: the share in the quickstart; most recipes have less.
 WARMUP_MAX_SHARE = 0.2
 
 
-def recipe_names() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.toml"))
-
-
-def read_recipe(name: str) -> Tables:
-    """Reads a shipped recipe, or a TOML file if `name` is a path."""
-    path = RECIPES / f"{name}.toml"
-    if name not in recipe_names():
-        path = Path(name)
-        if path.suffix != ".toml" and not path.exists():
-            raise ConfigError("recipe", name, "unknown", nearest(name, recipe_names()))
-    try:
-        tables = parse_toml(read_regular(path))
-    except FileNotFoundError:
-        raise ConfigError(
-            "recipe", name, "no such file", "shipped: " + ", ".join(recipe_names())
-        ) from None
-    except OSError as error:
-        raise ConfigError("recipe", name, f"cannot be read ({error.strerror})") from None
-    except ParseError as error:
-        raise ConfigError("recipe", name, f"is not TOML: {error}", "fix that line") from None
-    tables.setdefault("run", {})
-    if isinstance(tables["run"], dict):
-        tables["run"].setdefault("name", path.stem)
-    return tables
-
-
 def load_config(
-    recipe: str | None, overrides: Mapping[str, Any], *, trust: bool = False
+    recipe: str | Tables | None, overrides: Mapping[str, Any], *, trust: bool = False
 ) -> RunConfig:
     """Builds a configuration from defaults, recipe and overrides.
 
     Args:
-        recipe: The name of a shipped recipe, or a TOML file; None for the defaults.
+        recipe: The name of a recipe, a TOML file, or the tables of a recipe; None for the defaults. If
+            the recipe chooses its settings when the run starts, the result has `RunSettings.pending`.
         overrides: Values that replace values of the recipe, as `{"section.key": value}`.
         trust: True to allow a recipe that names code to run.
 
     Raises:
         ConfigError: If a setting is unknown or wrong, or if the recipe names code without `trust`.
     """
-    tables = read_recipe(recipe) if recipe else {}
+    pending = None
+    if isinstance(recipe, str) and recipe in CHOOSERS:
+        pending, recipe = Pending(recipe, dict(overrides), trust), None
+    tables = read_recipe(recipe) if isinstance(recipe, str) else recipe or {}
     RunConfig.from_tables(tables)  # reports a mistake in the recipe before one in a flag
     merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
     batch = tables.get("run", {}).get("global_batch_size")
@@ -305,7 +279,8 @@ def load_config(
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
-    config = _from_file(merged, overrides, recipe, trust)
+    origin = recipe if isinstance(recipe, str) else "the run that is resumed"
+    config = _from_file(merged, overrides, origin, trust)
     if scales:  # the rule may choose another optimizer, which needs its settings
         known = _known_good(tables, overrides, config.optim.known_good_batch)
         config = replace(config, optim=replace(config.optim, known_good=known))
@@ -317,7 +292,30 @@ def load_config(
             f"is not supported with optim.schedule = {config.optim.schedule!r}, which has no warm-up",
             "leave it out, or use another schedule",
         )  # fmt: skip
-    return config
+    if pending is None:
+        return config
+    if {"run.minutes", "run.epochs"} <= overrides.keys():
+        raise ConfigError(
+            "run.minutes", config.run.minutes, "decides the number of epochs, but run.epochs is given",
+            "leave one of them out",
+        )  # fmt: skip
+    return replace(config, run=replace(config.run, pending=pending))
+
+
+def with_choices(config: RunConfig, tables: Tables, settles: Collection[str] = ()) -> RunConfig:
+    """Returns the configuration of a run whose recipe has chosen its settings.
+
+    Args:
+        config: A configuration with `RunSettings.pending`.
+        tables: The choices. Settings that the user has given override them.
+        settles: Settings that the user has given and whose final value is in `tables`.
+    """
+    pending = config.run.pending
+    assert pending is not None
+    # The time has done its work: the choices contain the number of epochs.
+    settled = {"run.minutes", *settles}
+    given = {name: value for name, value in pending.given.items() if name not in settled}
+    return load_config(tables, given, trust=pending.trust)
 
 
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:

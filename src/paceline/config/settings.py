@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.extensions import Registry
 from paceline.core.imports import split_name
-from paceline.core.settings import Section, SettingChecks
+from paceline.core.settings import NO_SETTING, Section, SettingChecks
 
 DEVICES = ("auto", "cpu", "cuda")
 SWITCHES = ("auto", "on", "off")
@@ -24,6 +25,21 @@ MOST_THREADS = 4096
 
 
 @dataclass(frozen=True)
+class Pending:
+    """A recipe that chooses its settings when the run starts.
+
+    Attributes:
+        recipe: Name of the recipe.
+        given: The settings that the user has given; the recipe changes none of them.
+        trust: True if the user allows code that a file names.
+    """
+
+    recipe: str
+    given: Mapping[str, Any]
+    trust: bool = False
+
+
+@dataclass(frozen=True)
 class RunSettings(Section):
     """Length, batch size, device and output of a run."""
 
@@ -34,6 +50,9 @@ class RunSettings(Section):
     """Name of the run; a recipe sets it to its own name, and run folders are named after it."""
     epochs: int = 90
     """Number of passes over the training data."""
+    minutes: float | None = None
+    """Time for the whole run in minutes, with `recipe = auto`. The number of epochs is corrected once,
+    after the first epoch."""
     global_batch_size: int | None = None
     """Samples of one update over all ranks; unset, `batch_size` times the ranks, or 256 if that is
     unset, too, less for small data sets."""
@@ -93,6 +112,10 @@ class RunSettings(Section):
     """First and last step of the trace, `trace.json` in the run folder, for Perfetto; empty writes none,
     `--trace` is `[10, 30]`."""
 
+    pending: Pending | None = field(
+        default=None, kw_only=True, hash=False, compare=False, metadata=NO_SETTING
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         STRATEGIES.check(self.strategy, "run.strategy")
@@ -101,6 +124,7 @@ class RunSettings(Section):
             "epochs", "log_interval", "eval_interval_epochs", "global_batch_size", "batch_size",
         ):  # fmt: skip
             check.number(name, "at least 1")
+        check.number("minutes", "above 0", "try 10")
         if ":" in self.loss:
             split_name("run.loss", self.loss)
         elif self.loss not in LOSSES:

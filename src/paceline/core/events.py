@@ -89,6 +89,16 @@ class StartEvent(Event):
 
 
 @dataclass(frozen=True)
+class LengthEvent(Event):
+    """The length of the run changes after `step`, to keep to a time budget."""
+
+    kind: ClassVar[str] = "length"
+    step: int
+    total_steps: int
+    epochs: int
+
+
+@dataclass(frozen=True)
 class StepEvent(Event):
     """An optimizer step. `step` counts from 1, and `loss` is the mean over all ranks."""
 

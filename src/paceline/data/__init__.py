@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from paceline.data.decode.decoder import Decoder, RegionUnavailableError
     from paceline.data.decode.library import region_library
     from paceline.data.device.normalize import Normalizer
-    from paceline.data.image import CorruptImage, CorruptSample, allowed_corrupt, to_mode
+    from paceline.data.image import (
+        CorruptImage,
+        CorruptSample,
+        allowed_corrupt,
+        image_facts,
+        to_mode,
+    )
     from paceline.data.loaders.create import create_eval_loader, create_train_loader
     from paceline.data.loaders.image_loader import ImageLoader
     from paceline.data.loaders.loader import EvalBatches, EvalLoader, TrainBatches, TrainLoader
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
         open_data,
         open_other,
         open_source,
+        open_unsplit,
     )
     from paceline.data.sources.pack_manifest import PackedSplit, PackOptions
     from paceline.data.sources.registry import register_source
@@ -46,8 +53,8 @@ __all__ = [
     "RegionUnavailableError", "SampleOrder", "Source", "Split", "SyntheticImages", "TrainBatches",
     "TrainLoader",
     "TrainTransform", "allowed_corrupt", "as_source", "create_eval_loader", "create_train_loader",
-    "divide_wait", "inspect_set", "mark_stream", "numbered_classes",
-    "open_data", "open_other", "open_source", "open_splits", "pack_splits",
+    "divide_wait", "image_facts", "inspect_set", "mark_stream", "numbered_classes",
+    "open_data", "open_other", "open_source", "open_splits", "open_unsplit", "pack_splits",
     "region_library", "register_source", "sum_by_stage", "to_mode",
 ]  # fmt: skip
 if not TYPE_CHECKING:  # a type checker would accept every name

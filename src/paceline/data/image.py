@@ -153,6 +153,8 @@ def image_facts(data: bytes | npt.NDArray[np.uint8]) -> ImageFacts:
     if isinstance(data, np.ndarray):
         height, width, channels = data.shape
         return ImageFacts("pixels", "L" if channels == 1 else "RGB", width, height)
+    _quieten_pillow()
+    _quieten_pillow()
     try:
         with Image.open(io.BytesIO(data)) as image:
             return ImageFacts(str(image.format), image.mode, *image.size)

@@ -30,7 +30,7 @@ _RANK_NAME = re.compile(r"metrics\.rank(\d+)\.jsonl")
 # The description of a run's data ends like this.
 _CLASSES = re.compile(r"(\d{1,9}) classes$")
 _WITH_STEP = frozenset(
-    {"step", "eval", "checkpoint", "ranks", "start", "corrupt", "stop", "metric"}
+    {"step", "eval", "length", "checkpoint", "ranks", "start", "corrupt", "stop", "metric"}
 )
 
 
@@ -104,8 +104,12 @@ class RunFiles:
 
     @property
     def start(self) -> Record:
-        """The latest start record; empty before the first one."""
-        return (self.of_kind("start") or [{}])[-1]
+        """The latest start record, with the corrected length; empty before the first one."""
+        start = (self.of_kind("start") or [{}])[-1]
+        for length in self.of_kind("length"):
+            if start and (length.get("time") or 0) >= (start.get("time") or 0):
+                start = {**start, "total_steps": length.get("total_steps")}
+        return start
 
     @property
     def resumes(self) -> list[Record]:

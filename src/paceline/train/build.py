@@ -1,4 +1,4 @@
-"""Builds a run: data, folder, checkpoint, model, training step and loader.
+"""Builds a run: folder, checkpoint, data, model, training step and loader.
 
 `build` returns a `Training`, which the training loop runs. If a stage can fail on one rank alone, all
 ranks agree on the result before the next stage begins, so that all ranks fail with the same error.
@@ -25,9 +25,16 @@ from paceline.models.synced_norm import keep_last_statistics
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
+from paceline.train.choices import choose_settings
 from paceline.train.components import Components
 from paceline.train.fast_path import ModelLimits
-from paceline.train.inputs import RunInputs, agree_on_inputs, check_trackers, read_checkpoint
+from paceline.train.inputs import (
+    RunInputs,
+    agree_on_data,
+    agree_on_folder,
+    check_trackers,
+    read_checkpoint,
+)
 from paceline.train.loss import LOSSES
 from paceline.train.machine import choose_threads, explain_out_of_memory, seed_initial_weights
 from paceline.train.micro_step import source_class
@@ -41,7 +48,7 @@ from paceline.train.model_checks import (
 )
 from paceline.train.observers import RunTrace
 from paceline.train.resolve import Facts, Resolved, refuse, resolve
-from paceline.train.run_folder import undone_on_error
+from paceline.train.run_folder import RunFolder, RunLock, undone_on_error
 from paceline.train.run_state import PinnedPlan, Progress, RunState, check_pinned
 from paceline.train.step_parts import StepParts, create_parts, create_step
 from paceline.train.stop_signals import StopSignals
@@ -74,9 +81,12 @@ def build(
     with _leaving_together(group):
         refuse(config, job, components)
     check_trackers(config)
-    inputs = agree_on_inputs(config, group, components)
-    with undone_on_error(inputs.folder, inputs.lock):
-        checkpoint, folder = read_checkpoint(config, inputs.folder, group)
+    folder, lock = agree_on_folder(config, group)
+    with undone_on_error(folder, lock):
+        checkpoint, folder = read_checkpoint(config, folder, group)
+        chosen = choose_settings(config, group, components, checkpoint, startup)
+        config, pending = chosen.config, config.run.pending is not None
+        inputs = agree_on_data(config, group, components)
         startup.end("data")
         # All ranks agree on settings, data and checkpoint, so all of them raise the same errors here.
         facts = Facts(
@@ -84,19 +94,27 @@ def build(
             classes=len(inputs.source.classes), checkpoint=checkpoint,
         )  # fmt: skip
         resolved = resolve(config, facts)
-        if resolved.scaling and checkpoint is not None and folder.resume_from is not None:
+        if (
+            (resolved.scaling or pending)
+            and checkpoint is not None
+            and folder.resume_from is not None
+        ):
             check_pinned(checkpoint, resolved.config, folder.resume_from)
-        return _assemble(
-            resolved, group, stop, replace(inputs, folder=folder), checkpoint, components, startup
+        training = _assemble(
+            resolved, group, stop, inputs, (folder, lock), checkpoint, components, startup
         )
+    training.chosen = {**chosen.reasons, **training.chosen}
+    training.budget = chosen.budget
+    return training
 
 
 def _assemble(
     resolved: Resolved, group: Group, stop: StopSignals, inputs: RunInputs,
-    checkpoint: Checkpoint | None, components: Components, startup: StartUp,
+    place: tuple[RunFolder, RunLock | None], checkpoint: Checkpoint | None, components: Components,
+    startup: StartUp,
 ) -> Training:  # fmt: skip
     config, plan, schedule = resolved.config, resolved.batches, resolved.schedule
-    source, folder = inputs.source, inputs.folder
+    source, (folder, lock) = inputs.source, place
     threads = _set_threads(config, plan.world_size, group, checkpoint)
     strategy = create_strategy(config, group)
     if checkpoint is not None:
@@ -130,7 +148,7 @@ def _assemble(
     parts.exchange.observers = [group.board, trace.timeline]
     step.spans = trace.timeline
     training = Training(
-        config=config, written=resolved.written, group=group, folder=folder, lock=inputs.lock,
+        config=config, written=resolved.written, group=group, folder=folder, lock=lock,
         sizes=resolved.sizes, plan=plan, schedule=schedule, model=model, state=state, step=step,
         source=source, validation=inputs.validation, progress=progress, stop=stop,
         plan_file=parts.plan_file, trace=trace, make_loader=make_loader, startup=startup,

@@ -23,6 +23,7 @@ from paceline.core.events import (
     EvalEvent,
     Event,
     GenerationEvent,
+    LengthEvent,
     NoteEvent,
     Observer,
     StartEvent,
@@ -63,7 +64,7 @@ class PlainDisplay:
         self._total = 0
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, StartEvent):
+        if isinstance(event, StartEvent | LengthEvent):
             self._total = event.total_steps
         if isinstance(event, StepEvent):
             self._rates.append(event.images_per_s)
@@ -96,7 +97,7 @@ class LiveDisplay:
         self._progress.start()
 
     def on_event(self, event: Event) -> None:
-        if isinstance(event, StartEvent):
+        if isinstance(event, StartEvent | LengthEvent):
             self._progress.update(self._task, total=event.total_steps, completed=event.step)
         if isinstance(event, StepEvent):
             self._rates.append(event.images_per_s)
@@ -133,6 +134,9 @@ def describe_event(event: Event) -> str | None:
             )
         case CheckpointEvent():
             return printable(f"saved {event.path}{' (best so far)' if event.best else ''}")
+        case LengthEvent():
+            steps = f"the run has {event.total_steps} steps in {event.epochs} epochs"
+            return f"{steps}, corrected by the measured time"
         case CorruptEvent():
             action = "left out" if event.split == "val" else "replaced by its successor"
             return one_line(f"corrupt, {action}: {event.name} ({event.reason})")

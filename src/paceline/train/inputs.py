@@ -1,4 +1,4 @@
-"""Opens the inputs of a run: data, run folder and checkpoint.
+"""Opens the inputs of a run: run folder, checkpoint and data.
 
 All ranks agree that an input is open and equal before they open the next input. A missing file on one
 node thus ends all ranks with the same error.
@@ -58,26 +58,45 @@ def check_trackers(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The inputs of a run.
+    """The data of a run.
 
     Attributes:
         source: Training images.
         validation: Validation images.
         labels: Digest of the training labels, and of the shard sizes if the sample order depends on
             them. A resumed run compares this digest with the one in the checkpoint.
-        folder: The run folder.
-        lock: Lock of the run folder on rank 0; None on all other ranks.
     """
 
     source: Source
     validation: Source
     labels: str
-    folder: RunFolder
-    lock: RunLock | None
 
 
-def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> RunInputs:
-    """Opens the data and the run folder together with all ranks. A collective.
+def agree_on_folder(config: RunConfig, group: Group) -> tuple[RunFolder, RunLock | None]:
+    """Chooses the run folder together with all ranks. A collective.
+
+    Args:
+        config: The settings of the run.
+        group: The ranks.
+
+    Returns:
+        The folder, and its lock on rank 0.
+
+    Raises:
+        PacelineError: On all ranks, if rank 0 cannot use the folder.
+    """
+    claimed: tuple[RunFolder, RunLock] | None = None
+    with contextlib.ExitStack() as undo:
+        with group.phase("folder"):
+            if group.rank == 0:
+                claimed = claim_run_folder(config, restarted=group.restarted)
+                undo.enter_context(undone_on_error(*claimed))
+        folder = _broadcast_folder(claimed[0] if claimed else None, group)
+    return folder, claimed[1] if claimed else None
+
+
+def agree_on_data(config: RunConfig, group: Group, components: Components) -> RunInputs:
+    """Opens the data together with all ranks. A collective.
 
     Args:
         config: The settings of the run.
@@ -85,29 +104,23 @@ def agree_on_inputs(config: RunConfig, group: Group, components: Components) -> 
         components: Python objects that replace objects that the settings name.
 
     Raises:
-        PacelineError: On all ranks, if one rank cannot use the data or the folder.
+        PacelineError: On all ranks, if one rank cannot use the data, or if the data differs.
     """
-    claimed: tuple[RunFolder, RunLock] | None = None
-    with contextlib.ExitStack() as undo:
-        with group.phase("inputs"):
-            source, validation = _open_data(config, components)
-            if group.rank == 0:
-                claimed = claim_run_folder(config, restarted=group.restarted)
-                undo.enter_context(undone_on_error(*claimed))
-        with group.phase("data set") as same:
-            labels = labels_digest(source.labels)
-            if config.data.shuffle_window:
-                sizes = np.array(source.shard_sizes or (), dtype=np.int64)
-                labels += f", shards {labels_digest(sizes)}"
-            facts = {
-                "training images": len(source),
-                "training labels (digest)": labels,
-                "validation images": len(validation),
-                "validation labels (digest)": labels_digest(validation.labels),
-            }
-            same.compare(facts, "use the same data")
-        folder = _broadcast_folder(claimed[0] if claimed else None, group)
-    return RunInputs(source, validation, labels, folder, claimed[1] if claimed else None)
+    with group.phase("inputs"):
+        source, validation = _open_data(config, components)
+    with group.phase("data set") as same:
+        labels = labels_digest(source.labels)
+        if config.data.shuffle_window:
+            sizes = np.array(source.shard_sizes or (), dtype=np.int64)
+            labels += f", shards {labels_digest(sizes)}"
+        facts = {
+            "training images": len(source),
+            "training labels (digest)": labels,
+            "validation images": len(validation),
+            "validation labels (digest)": labels_digest(validation.labels),
+        }
+        same.compare(facts, "use the same data")
+    return RunInputs(source, validation, labels)
 
 
 def labels_digest(values: npt.NDArray[np.int64]) -> str:
@@ -183,7 +196,8 @@ def read_checkpoint(
 
     def parse() -> Checkpoint:
         parsed = Checkpoint.from_bytes(sent, path)
-        if config.optim.scaling == "off":  # otherwise the scaled settings are not known yet
+        # Settings that the scaling rule or the recipe chooses are not known yet.
+        if config.optim.scaling == "off" and config.run.pending is None:
             check_pinned(parsed, config, path)
         return parsed
 

@@ -57,6 +57,7 @@ class TrainingLoop:
         )
         self._records = StepRecords(training)
         self.save_owed = False
+        self._step_s: list[float] = []
 
     def start(self) -> None:
         """Records the start of the run. A collective."""
@@ -149,7 +150,8 @@ class TrainingLoop:
 
     def _steps(self) -> RunResult:
         t, progress = self._t, self._t.progress
-        for number in range(progress.step, t.plan.total_steps):
+        number = progress.step - 1
+        while (number := number + 1) < t.plan.total_steps:
             t.step.launch(number, t.schedule.rate(number), t.schedule.others(number))
             pause = self._evaluation_is_due(number + 1) or self._save_is_due(number + 1)
             stop = self.collect(0 if pause else t.step.lag)
@@ -206,6 +208,8 @@ class TrainingLoop:
 
     def _account(self, outcome: StepOutcome) -> None:
         self.save_owed |= outcome.save
+        if self._t.budget is not None:
+            self._step_s.append(outcome.step_s)
         self._records.add(outcome, self._elapsed())
         self._input.training(outcome.corrupt_here, outcome.corrupt_count)
         if outcome.skipped:
@@ -217,7 +221,27 @@ class TrainingLoop:
             return False
         if step == t.plan.total_steps:
             return True
+        if t.budget is not None and self._ends_first_epoch(step):
+            return True
         return t.plan.ends_epoch(step - 1, t.config.run.eval_interval_epochs)
+
+    def _ends_first_epoch(self, step: int) -> bool:
+        plan = self._t.plan
+        return plan.position(step - 1) < plan.samples and plan.ends_epoch(step - 1)
+
+    def _keep_to_budget(self, eval_s: float) -> None:
+        """Corrects the number of epochs once, after the first epoch. A collective."""
+        t, budget = self._t, self._t.budget
+        if budget is None:
+            return
+        t.budget = None
+        if t.step.faulted or not self._ends_first_epoch(t.progress.step):
+            return
+        spent_s = self._elapsed() + sum(t.startup.seconds.values())
+        epochs = budget.epochs(spent_s, self._step_s, eval_s, t.plan, t.config.run)
+        agreed = int(t.group.broadcast_bytes(str(epochs).encode()).decode())
+        if agreed != t.config.run.epochs:
+            t.change_epochs(agreed)
 
     def _evaluate(self) -> RunResult | None:
         """Evaluates the model, and saves if a save is due or the accuracy is the best of the run.
@@ -272,6 +296,8 @@ class TrainingLoop:
         )
         if reached and progress.time_to_target_s is None:
             progress.time_to_target_s = progress.train_s
+        # Before the save, so that the checkpoint contains the correction.
+        self._keep_to_budget(result.eval_s)
         if reached or (best and t.config.checkpoint.keep_best):
             self._save(best=best)
         elif self._save_is_due(progress.step):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paceline.config import SYNCHRONOUS, Job, RunConfig
+from paceline.config import CHOOSERS, SYNCHRONOUS, Job, RunConfig
 from paceline.core.errors import ConfigError
 from paceline.core.settings import flatten
 from paceline.core.units import plural
@@ -109,6 +109,11 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     )  # fmt: skip
 
 
+def with_epochs(config: RunConfig, epochs: int) -> RunConfig:
+    """Returns the settings for a run whose length is corrected while it runs."""
+    return replace(config, run=replace(config.run, epochs=epochs))
+
+
 def refuse(config: RunConfig, job: Job, program: Components) -> None:
     """Refuses invalid combinations of settings, as far as they depend on neither data nor model.
 
@@ -122,6 +127,11 @@ def refuse(config: RunConfig, job: Job, program: Components) -> None:
             of the program or the number of ranks.
     """
     config.check_job(job, program)
+    if config.run.minutes is not None and config.run.pending is None:
+        raise ConfigError(
+            "run.minutes", config.run.minutes, "needs a recipe that chooses its settings",
+            f"name the recipe {' or '.join(CHOOSERS.names())}, or leave it out and give --epochs",
+        )  # fmt: skip
     kind = strategy_class(config)
     ranks = kind.ranks(config, job.processes)
     if not config.run.resume:  # a resumed run keeps the sizes in its checkpoint

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.config import DEFAULTS, SECTIONS, RunConfig, with_defaults
+from paceline.config import DEFAULTS, SECTIONS, RunConfig, with_choices, with_defaults
 from paceline.core.errors import CheckpointError, ConfigError, PacelineError
 from paceline.core.files import LEFTOVERS, open_regular, read_regular
 from paceline.core.settings import flatten, settings_class
@@ -242,9 +242,11 @@ class RunFolder:
         return file is not None and file.resolve().parent == self.checkpoints.resolve()
 
     def discard(self) -> None:
-        """Removes the folder if it is empty."""
+        """Removes the folder, and the default place of run folders, if they are empty."""
         with contextlib.suppress(OSError):
             self.path.rmdir()
+            if self.path.parent == ROOT:
+                ROOT.rmdir()
 
     def metrics(self, rank: int) -> Path:
         """Returns the file of a rank's events."""
@@ -382,9 +384,10 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
         The folder and ""; or None and a note that names the settings in which the newest unfinished
         run differs.
     """
-    wanted = flatten(config.in_use())
     # A folder always records the global batch, but a command need not give a global batch.
-    ignored = LOCAL_SETTINGS | ({"run.global_batch_size"} - wanted.keys())
+    ignored = LOCAL_SETTINGS | (
+        {"run.global_batch_size"} if config.run.global_batch_size is None else set()
+    )
     note = f"no unfinished run of this configuration in {ROOT}/; a new one starts"
     difference, other_kernels = "", None
     for folder in sorted(ROOT.glob(f"{config.run.name}-[0-9]*"), reverse=True):
@@ -397,6 +400,9 @@ def _unfinished(config: RunConfig) -> tuple[Path | None, str]:
             if not all(isinstance(table, dict) for table in there.values()):
                 continue
             found = flatten(with_defaults(there))
+            # The choices of its recipe are in the folder.
+            own = config if config.run.pending is None else with_choices(config, there)
+            wanted = flatten(own.in_use())
         except (OSError, ParseError, ConfigError):
             continue
         names = (found.keys() | wanted.keys()) - ignored

@@ -12,7 +12,14 @@ from torch import nn
 from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError
-from paceline.core.events import CheckpointEvent, Event, JsonlWriter, NoteEvent, Observer
+from paceline.core.events import (
+    CheckpointEvent,
+    Event,
+    JsonlWriter,
+    LengthEvent,
+    NoteEvent,
+    Observer,
+)
 from paceline.core.host import StartUp
 from paceline.data import BatchPlan, Source, TrainBatches
 from paceline.models.registry import count_frozen
@@ -24,11 +31,13 @@ from paceline.train.batch_sizes import BatchSizes
 from paceline.train.callbacks import CallbackRunner
 from paceline.train.checkpoint import Checkpoint, CheckpointStore
 from paceline.train.checkpoint_writer import CheckpointWriter
+from paceline.train.choices import TimeBudget
 from paceline.train.components import Components
 from paceline.train.exchange_plan import describe_idle
 from paceline.train.inputs import RunInputs
 from paceline.train.model_checks import given_name
 from paceline.train.observers import RunTrace
+from paceline.train.resolve import create_schedule, with_epochs
 from paceline.train.run_folder import LOCAL_SETTINGS, RunFolder, RunLock
 from paceline.train.run_state import Progress, RunState, changes
 from paceline.train.step import TrainStep
@@ -46,6 +55,7 @@ class Training:
         keeps_final_state: True if the user's program gave the module. In that case `final_state` gets
             the evaluated state dict at the end of the run.
         saved_step: Step of the newest checkpoint in the folder, equal on all ranks, or -1.
+        budget: The time for the whole run, until the number of epochs has been corrected.
         records_incomplete: True if an event could not be written to `metrics.jsonl`.
     """
 
@@ -77,6 +87,7 @@ class Training:
     final_state: dict[str, torch.Tensor] | None = None
     saved_step: int = -1
     records_incomplete: bool = False
+    budget: TimeBudget | None = None
 
     @property
     def is_main(self) -> bool:
@@ -107,6 +118,18 @@ class Training:
         )
         self.plan = self.step.plan = plan
         self.state = replace(self.state, batches=plan)
+
+    def change_epochs(self, epochs: int) -> None:
+        """Changes the length of the run and its schedule. A collective between steps."""
+        self.config = with_epochs(self.config, epochs)
+        self.written = with_epochs(self.written, epochs)
+        self.state = replace(self.state, config=self.config)
+        self.replace_plan(replace(self.plan, epochs=epochs))
+        self.schedule = create_schedule(self.config.optim, self.state.peak_lr, self.plan)
+        if self.is_main:
+            self.check_folder()
+            self.folder.write_config(self.written)
+        self.emit(LengthEvent(self.progress.step, self.plan.total_steps, epochs))
 
     def check_folder(self) -> None:
         """Checks on rank 0 that the run folder exists and that no other process has locked it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,14 @@ from paceline.comm.group import Group
 from paceline.config import RunConfig
 from paceline.core.errors import RunError
 from paceline.core.topology import Topology
-from paceline.data import Batch, BatchPlan, CorruptSample
+from paceline.data import BatchPlan
 from paceline.models.registry import create_model
 from paceline.train.step import TrainStep
 from paceline.train.step_parts import create_parts, create_step
+from paceline.train.step_time import SyntheticBatches
 from paceline.train.stop_signals import StopSignals
 from paceline.tune.timing import Times, steady_times
 
-_BATCHES = 4
 _DEFAULTS: dict[str, Any] = {
     "optim.name": "lars",
     "optim.lr": 0.5,
@@ -62,48 +62,6 @@ class StepRow:
     warm_up: int
     switches: dict[str, Any]
     group: bool = False
-
-
-class SyntheticBatches:
-    """An endless loader that repeats a few batches of random images, which stay on the device."""
-
-    corrupt: tuple[CorruptSample, ...] = ()
-
-    def __init__(
-        self, samples: int, image_size: int, classes: int, device: torch.device, channels: int = 3
-    ) -> None:
-        torch.manual_seed(0)
-        shape = (samples, image_size, image_size, channels)
-        self._batches = [
-            Batch(
-                torch.randint(0, 256, shape, dtype=torch.uint8, device=device),
-                torch.randint(0, classes, (samples,), device=device),
-            )
-            for _ in range(_BATCHES)
-        ]
-        self._next = 0
-
-    def describe(self) -> str:
-        return "synthetic, on the device"
-
-    def note(self) -> str:
-        return ""
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        self._next += 1
-        return self._batches[self._next % _BATCHES]
-
-    def close(self) -> None:
-        """Does nothing, because this loader has no resources to release."""
-
-    def __enter__(self) -> SyntheticBatches:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:

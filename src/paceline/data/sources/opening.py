@@ -131,6 +131,29 @@ def open_data(
     return _cached(train, settings, "train"), _cached(val, settings, "val")
 
 
+def open_unsplit(
+    settings: DataSettings, train: Source | None = None, val: Source | None = None
+) -> tuple[Source, str]:
+    """Opens the training images before a part of them is held out for validation.
+
+    Args:
+        settings: Settings of the data set.
+        train: The training data. None opens the training data that the settings name.
+        val: The validation data, if a program has given it.
+
+    Returns:
+        The images, and the evidence of a validation set, or "" if there is none.
+    """
+    if val is not None:
+        evidence = "val_data"
+    elif train is not None and not settings.dir:
+        evidence = ""
+    else:
+        evidence = source_kind(settings.source).validation(settings)
+    source = _opened(settings, "train", None) if train is None else checked_source(train)
+    return source, evidence
+
+
 def _not_split(settings: DataSettings, problem: str) -> ConfigError:
     return ConfigError(
         "data.val_split", settings.val_split, problem,
