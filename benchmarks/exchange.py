@@ -3,11 +3,14 @@
     torchrun --nproc-per-node 2 -m benchmarks.exchange --model resnet_tiny
 
 Ways are DDP with its default buckets, DDP with its fp16 compression hook, and our exchange with each
-wire format, all with the same backward that computes nothing. Results are checked in the warm-up.
+algorithm and wire format, all with the same backward that computes nothing. Results are checked in the
+warm-up. `auto` measures the ranks first, as a run does at its start (`paceline.comm.exchange_probe`).
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from paceline.cli import options
 from paceline.cli.measure import check_settings
 from paceline.cli.options import check_at_least
 from paceline.comm.exchange import GradientExchange, Signals
+from paceline.comm.exchange_probe import find_constants
 from paceline.comm.plan_choice import PlanChoice
 from paceline.comm.settings import CommSettings, HybridSettings
 from paceline.comm.transport import create_transport
@@ -45,10 +49,10 @@ Way = Callable[[], None]
 
 @dataclass(frozen=True)
 class ExchangeJob:
-    """`comm` determines our buckets and algorithms; there is a row for each format of `wires`."""
+    """There is a row for each of `comms`, which determine our buckets and algorithms, and of `wires`."""
 
     model: str
-    comm: CommSettings
+    comms: tuple[CommSettings, ...]
     wires: tuple[str, ...] = ("float32", "float16")
     iterations: int = 10
     warm_up: int = 2
@@ -64,11 +68,28 @@ class ExchangeBench:
         self._models: dict[str, tuple[FilledModel, float]] = {}
         self.about: dict[str, str] = {}
         self._closing: list[Callable[[], None]] = []
-        self._ways: dict[str, Way] = {DDP: self._ddp(DDP), DDP_FP16: self._ddp(DDP_FP16)}
-        for wire in ("",) if job.comm.plan else job.wires:
-            name = f"ours {wire}" if wire else "ours, by plan"
-            self._ways[name] = self._ours(name, wire)
+        # The seconds and the result of the measurement for `auto`.
+        self.probe: dict[str, Any] = {}
+        self._ways: dict[str, Way] = {DDP: self._ddp(DDP)}
+        if "float16" in job.wires:
+            self._ways[DDP_FP16] = self._ddp(DDP_FP16)
+        for comm in job.comms:
+            constants = self._constants(comm)
+            for wire in ("",) if comm.plan else job.wires:
+                name = f"{comm.algorithm} {wire}" if wire else "by plan"
+                self._ways[name] = self._ours(name, replace(comm, wire=wire or "auto"), constants)
         self._ways[ALONE] = self._alone()
+
+    def _constants(self, comm: CommSettings) -> PlanFile | None:
+        ranks = self._ranks
+        if comm.algorithm != "auto" or comm.plan:
+            return None
+        ranks.barrier()  # the ranks have not left DDP's broadcast together
+        begun = time.perf_counter()
+        found = find_constants(ranks.group, comm, None)
+        self.probe = {"s": time.perf_counter() - begun, "note": found.note,
+                      **(found.file.constants() if found.file is not None else {})}  # fmt: skip
+        return found.file
 
     def _filled(self, name: str, expected: float) -> FilledModel:
         """Gradients of rank r are r + 1; `expected` is the result of the exchange."""
@@ -92,16 +113,15 @@ class ExchangeBench:
 
         return run
 
-    def _ours(self, name: str, wire: str) -> Way:
+    def _ours(self, name: str, comm: CommSettings, constants: PlanFile | None) -> Way:
         size, ranks = self._ranks.size, self._ranks
         model = self._filled(name, size * (size + 1) / 2)
-        comm = replace(self._job.comm, wire=wire) if wire else self._job.comm
         # With the model's own parameter names, which a plan file uses.
         named = list(zip((n for n, _ in self._weights), model.parameters(), strict=True))
         specs = [
             TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named
         ]
-        choice = PlanChoice.read(comm, specs, ClusterFacts(size, len(ranks.nodes)))
+        choice = PlanChoice.read(comm, specs, ClusterFacts(size, len(ranks.nodes)), constants)
         plan = choice.plan([spec.name for spec in reversed(specs)])
         transport = create_transport(ranks.group, comm, plan)
         self._closing.append(transport.close)
@@ -140,11 +160,12 @@ class ExchangeBench:
         )
         times = {name: Times(tuple(seconds)) for name, seconds in samples.items()}
         rows = []
+        fp16 = times.get(DDP_FP16)
         for name, taken in times.items():
             rows.append({
                 "way": name, **taken.to_row("s"),
                 "speed_against_ddp": times[DDP].median / taken.median,
-                "speed_against_ddp_fp16": times[DDP_FP16].median / taken.median,
+                "speed_against_ddp_fp16": fp16.median / taken.median if fp16 else None,
                 "about": self.about[name], "samples_s": list(taken.seconds),
             })  # fmt: skip
         return rows
@@ -211,10 +232,11 @@ def model_weights(name: str, device: torch.device) -> list[tuple[str, Tensor]]:
 
 def main(
     model: str = typer.Option("resnet50", help="Whose gradients (docs/models.md)."),
-    algorithm: str = typer.Option("", help="An all-reduce algorithm, if no table is given."),
+    algorithm: str = typer.Option("auto", help="All-reduce algorithms, with commas."),
     sizes: Path | None = typer.Option(None, help="A size table (paceline tune)."),
     plan: Path | None = typer.Option(None, help="A plan file, which decides everything."),
     fusion_mib: float = typer.Option(16.0, help="Size at which a bucket is closed."),
+    wires: str = typer.Option("float32,float16", help="Wire formats, with commas."),
     group_size: options.GroupSize = 0,
     iterations: int = typer.Option(10, help="Samples of each; the median counts."),
     warm_up: int = typer.Option(2, help="Samples before."),
@@ -228,42 +250,44 @@ def main(
     check_model_name(model)
     check_at_least(1, {"--iterations": iterations})
     check_at_least(0, {"--warm-up": warm_up})
-    given = [flag for flag, value in (("--algorithm", algorithm), ("--sizes", sizes),
-             ("--plan", plan)) if value]  # fmt: skip
-    if len(given) > 1:
-        raise ConfigError(given[0], None, f"cannot be given with {given[1]}", "leave out one")
+    if sizes is not None and plan is not None:
+        raise ConfigError("--sizes", None, "cannot be given with --plan", "leave out one")
+    buckets = CommSettings(fusion_mib=fusion_mib, group_size=group_size)
+    comms = [replace(buckets, algorithm=name) for name in algorithm.split(",") if name]
     if plan is not None:
         PlanFile.read(plan)
-        comm = CommSettings(plan=str(plan), group_size=group_size)
-    else:
-        if sizes is not None:
-            SizeTable.read(sizes)
-        comm = CommSettings(
-            algorithm="hybrid" if sizes else algorithm or "auto",
-            owned={"hybrid": HybridSettings(sizes=str(sizes))} if sizes else {},
-            fusion_mib=fusion_mib, group_size=group_size,
-        )  # fmt: skip
+        comms = [CommSettings(plan=str(plan), group_size=group_size)]
+    elif sizes is not None:
+        SizeTable.read(sizes)
+        owned = {"hybrid": HybridSettings(sizes=str(sizes))}
+        comms = [replace(buckets, algorithm="hybrid", owned=owned)]
+    formats = tuple(wires.split(","))
+    for name in formats:
+        replace(buckets, wire=name)
     check_launched()
-    job = ExchangeJob(model, comm, iterations=iterations, warm_up=warm_up)
+    job = ExchangeJob(model, tuple(comms), formats, iterations, warm_up)
     with RankGroup(
         backend=backend, device=device, group_size=group_size or None, share_gpus=share_gpus
     ) as joined:
         measuring = ExchangeBench(joined, job)
         rows = measuring.measure()
         measuring.close()
-        settings = {**vars(job), "comm": vars(comm)}
-        report = {"settings": settings, "rows": rows, "bytes": measuring.bytes}
+        settings = {**vars(job), "comms": [vars(comm) for comm in comms]}
+        report = {"settings": settings, "rows": rows, "bytes": measuring.bytes,
+                  "probe": measuring.probe}  # fmt: skip
         show_ranks(joined, report, as_json, _table)
 
 
 def _table(report: dict[str, Any]) -> str:
-    head = f"{'way':<16}{'time ms':>10}{'p10':>10}{'p90':>10}{'× ddp':>8}{'× ddp fp16':>12}  what"
+    head = f"{'way':<24}{'time ms':>10}{'p10':>10}{'p90':>10}{'× ddp':>8}{'× ddp fp16':>12}  what"
     lines = [
-        f"{row['way']:<16}{1e3 * row['s']:>10.1f}{1e3 * row['s_p10']:>10.1f}"
+        f"{row['way']:<24}{1e3 * row['s']:>10.1f}{1e3 * row['s_p10']:>10.1f}"
         f"{1e3 * row['s_p90']:>10.1f}{row['speed_against_ddp']:>8.2f}"
-        f"{row['speed_against_ddp_fp16']:>12.2f}  {row['about']}"
+        f"{row['speed_against_ddp_fp16'] or math.nan:>12.2f}  {row['about']}"
         for row in report["rows"]
     ]
+    if note := report["probe"].get("note"):
+        lines.append(f"auto: {note}")
     model = report["settings"]["model"]
     end = (
         f"{model}: {report['bytes'] / 1e6:,.1f} MB of gradients, {report['cluster']['ranks']} ranks"

@@ -153,9 +153,9 @@ def test_exchange_on_two_ranks() -> None:
         "--iterations", "2", "--warm-up", "1",
     )  # fmt: skip
     rows = {row["way"]: row for row in report["rows"]}
-    assert {"ddp", "ddp fp16 hook", "ours float32", "ours float16"} <= set(rows)
+    assert {"ddp", "ddp fp16 hook", "hierarchical float32", "hierarchical float16"} <= set(rows)
     assert rows["ddp"]["speed_against_ddp"] == 1
-    assert "hierarchical" in rows["ours float16"]["about"]
+    assert "hierarchical" in rows["hierarchical float16"]["about"]
     assert all(len(row["samples_s"]) == 2 for row in rows.values())
     assert report["bytes"] > 0
     assert report["cluster"]["ranks"] == 2

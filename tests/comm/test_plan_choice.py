@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from paceline.comm.settings import CommSettings
 from paceline.core.errors import ConfigError
 from paceline.core.settings import from_table
 from paceline.plan.fusion_plan import TensorSpec
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.plan.size_table import SizeRow, SizeTable
+from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile, ProbedCluster
+from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 from ranks import run_ranks
 
 TENSORS = (
@@ -73,6 +74,67 @@ def test_a_table_is_read_from_its_file(tmp_path: Path) -> None:
     assert [b.algorithm for b in choice.fixed.buckets] == ["torus2d"]
     with pytest.raises(ConfigError, match="comm.hybrid.sizes = .*none.toml.*cannot be read"):
         choose(algorithm="hybrid", hybrid={"sizes": str(tmp_path / "none.toml")})
+
+
+# Larger messages are slower than this machine's, so that all buckets differ.
+LARGE = (
+    TensorSpec("late", (8 << 20,)),
+    TensorSpec("middle", (1 << 20,)),
+    TensorSpec("early", (8,)),
+)
+
+
+def constants(ratio: float, backend: str = "gloo") -> PlanFile:
+    """`hierarchical` takes `ratio` times as long as `native` from 1 MiB on, and twice as long below."""
+    probed = ProbedCluster((2, 2), backend, "cpu")
+    measured = tuple(
+        MeasuredSize(size, {"native": size * 1e-8, "hierarchical": factor * size * 1e-8})
+        for size, factor in ((16 << 10, 2.0), (1 << 20, ratio), (16 << 20, ratio))
+    )
+    return PlanFile(cluster=FOUR, probed=probed, measured=measured)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "backend", "settings", "algorithms"),
+    [
+        # Buckets of 4 MiB cost nothing. The last one has 32 bytes.
+        (0.5, "gloo", {}, ["hierarchical", "hierarchical", "native"]),
+        (0.5, "nccl", {}, ["hierarchical", "hierarchical", "native"]),
+        # Native is within the margin.
+        (0.97, "gloo", {}, ["native", "native"]),
+        (0.85, "gloo", {}, ["hierarchical", "hierarchical", "native"]),
+        (0.85, "nccl", {}, ["native", "native"]),
+        (0.5, "gloo", {"algorithm": "tree"}, ["tree", "tree"]),
+        (0.5, "gloo", {"fusion_mib": 64.0}, ["hierarchical"]),
+    ],
+)
+def test_auto_chooses_by_constants(
+    ratio: float, backend: str, settings: dict[str, object], algorithms: list[str]
+) -> None:
+    made = from_table(CommSettings, "comm", settings)
+    order = ("late", "middle", "early")
+    plans = []
+    file = constants(ratio, backend)
+    for known in (file, PlanFile.from_tables(file.constants(), Path("again"), "comm.algorithm")):
+        choice = PlanChoice.read(made, LARGE, FOUR, known)
+        assert choice.fixed is None or "fusion_mib" in settings
+        plans.append(choice.plan(order))
+    assert plans[0] == plans[1], "equal constants must give equal plans"
+    assert [bucket.algorithm for bucket in plans[0].buckets] == algorithms
+
+
+@pytest.mark.parametrize(("ratio", "algorithm"), [(0.85, "native"), (0.7, "hierarchical")])
+def test_on_one_node_auto_needs_a_clear_winner(ratio: float, algorithm: str) -> None:
+    file = replace(constants(ratio), probed=ProbedCluster((4,), "gloo", "cpu"))
+    plan = PlanChoice.read(CommSettings(), LARGE, ClusterFacts(4, 1), file).plan(
+        ("late", "middle", "early")
+    )
+    assert plan.buckets[0].algorithm == algorithm
+
+
+def test_auto_without_constants_is_native() -> None:
+    plan = PlanChoice.read(CommSettings(), LARGE, FOUR).plan(("late", "middle", "early"))
+    assert {bucket.algorithm for bucket in plan.buckets} == {"native"}
 
 
 def test_a_table_of_another_cluster_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from paceline.cli.plan_page import (
     plan_page,
 )
 from paceline.comm.plan_choice import PlanChoice
+from paceline.comm.probe_cache import ProbeCache
 from paceline.comm.settings import CommSettings, HybridSettings
 from paceline.config import RECIPES, load_config, parse_assignment
+from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
 from paceline.core.units import parse_bytes
 from paceline.plan.fusion_plan import FusionPlan, TensorSpec
@@ -35,6 +37,7 @@ from paceline.plan.plan_file import (
     ProbedCluster,
 )
 from paceline.plan.schedules import algorithm_names
+from paceline.plan.size_choice import choose_bucket_bytes
 from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 from paceline.planner.accelerators import accelerator, gpu_cluster
 from paceline.planner.analytic_workload import analytic_workload
@@ -66,6 +69,7 @@ def document_targets() -> Sequence[Target]:
                form="toml"),
         Target("toml accelerator", _accelerators(), _accelerator, 3, form="toml"),
         Target("toml sizes", _clusters(), _sizes, 8, form="toml"),
+        Target("toml constants", _constants(), _use_constants, 4, form="toml"),
         Target("jsonl metrics", _metrics(), _run_file, 6, form="jsonl"),
         Target("json summary", [_json("summary.json", SUMMARY)], _run_file, 4, form="json"),
         Target("toml run config", [_document("config.toml", CONFIG)], _run_file, 3, form="toml"),
@@ -135,6 +139,29 @@ def _clusters() -> list[Seed]:
         for shape in shapes
     ]  # fmt: skip
     return [*(_document("c.toml", tree) for tree in found), _document("c.toml", table.to_table())]
+
+
+_TWO_RANKS = ProbedCluster((2,), "gloo", "cpu")
+
+
+def _constants() -> list[Seed]:
+    measured = tuple(MeasuredSize(s, {"native": 2e-3, "ring": 1e-3}) for s in (1024, 65536))
+    probed = replace(_TWO_RANKS, intra=LinkFacts(1e-4, 1e-9, 0.1, 1.5))
+    file = PlanFile(cluster=probed.facts, probed=probed, measured=measured)
+    return [_document("constants.toml", file.to_tables())]
+
+
+def _use_constants(content: bytes, name: str, folder: Path) -> None:
+    """The cache of `comm.algorithm = auto`: a file that cannot be used is ignored with a line."""
+    cache = ProbeCache({}, folder)
+    cache.write(content)
+    found, problem = cache.read(_TWO_RANKS)
+    assert problem.isprintable()
+    if found is None:
+        raise ConfigError("constants", None, problem)
+    settings = CommSettings(fusion_mib=0.0)
+    PlanChoice.read(settings, _TENSORS, _FACTS, found).plan([spec.name for spec in _TENSORS])
+    choose_bucket_bytes([("a", 9 << 20), ("b", 9 << 20)], SizeTable.single("ring"), found.measured)
 
 
 def _planner(cluster: Any) -> Callable[[bytes, str, Path], None]:

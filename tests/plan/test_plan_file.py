@@ -13,13 +13,13 @@ from paceline.core.errors import ConfigError
 from paceline.plan import ClusterFacts, FusionBucket, FusionPlan, ModelFacts, PlanFile, SizeTable
 from paceline.plan.cluster import Link
 from paceline.plan.plan_file import Expected, LinkFacts, ProbedCluster
+from paceline.plan.size_choice import choose_algorithms, table_of
 from paceline.plan.size_table import MeasuredSize
 from paceline.planner.plan_parts import (
     planned_cluster,
     profile_of,
     required_profile,
 )
-from paceline.tune.size_choice import choose_algorithms, table_of
 from plan.made import made_workload
 from refusals import refused
 

@@ -10,17 +10,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
-from paceline.tune.size_choice import (
+from paceline.plan.size_choice import (
+    careful_table,
     check_noise,
     choose_algorithms,
+    choose_bucket_bytes,
     measured_size,
     noise,
     table_of,
 )
+from paceline.plan.size_table import MeasuredSize, SizeRow, SizeTable
 
 THREE = SizeTable((SizeRow("hierarchical", 4096), SizeRow("torus2d", 1 << 20), SizeRow("native")))
 NAMES = ("native", "ring", "hierarchical")
+
+
+def test_far_above_the_measured_sizes_is_native() -> None:
+    rows = [MeasuredSize(16384, {"native": 3.0, "tree": 1.0, "ring": 4.0})]
+    assert [careful_table(rows, 0.05).choose(n) for n in (0, 16384, 32 * 16384, 1 << 20)] == [
+        "tree", "tree", "tree", "native",
+    ]  # fmt: skip
+    assert careful_table(rows, 2.0) == SizeTable.single("native")
+
+
+# Ten gradients of 4 MiB.
+GRADIENTS = [(str(number), 4 << 20) for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("start_s", "algorithm", "expected_mib"),
+    [
+        (0.0, "ring", 4),  # small buckets cost nothing
+        (2e-3, "ring", 8),  # 10, 5 and 3 buckets cost 20, 10 and 6 of 400 ms
+        (2e-2, "ring", 16),
+        (0.0, "native", 16),  # as without a measurement
+    ],
+)
+def test_the_smallest_bucket_that_costs_little(
+    start_s: float, algorithm: str, expected_mib: int
+) -> None:
+    measured = [
+        MeasuredSize(size, {"native": 1.0, algorithm: start_s + size * 0.4 / (40 << 20)})
+        for size in (4 << 20, 16 << 20)
+    ]
+    table = SizeTable.single(algorithm)
+    assert choose_bucket_bytes(GRADIENTS, table, measured) == expected_mib << 20
+    assert choose_bucket_bytes(GRADIENTS[:4], table, measured) == 16 << 20, "fits one bucket"
+    assert choose_bucket_bytes(GRADIENTS, table, measured[:1]) == 16 << 20, "not measured"
 
 
 def test_the_papers_switch() -> None:

@@ -34,7 +34,7 @@ def rehearsed(ranks: int, **settings: Any) -> dict[str, Any]:
 
 # The last step is short: 112 samples in batches of 32. Three micro-steps a rank need fp32 sums.
 CASES: dict[str, dict[str, Any]] = {
-    "native": {"run__global_batch_size": 32, "run__batch_size": 4},
+    "native": {"run__global_batch_size": 32, "run__batch_size": 4, "comm__algorithm": "native"},
     "hierarchical in fp16": {
         "run__global_batch_size": 16, "comm__algorithm": "hierarchical", "comm__wire": "float16",
         "comm__fusion_mib": 0.1,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cli_runs import summary
+from paceline.comm import exchange_probe
 from paceline.config import RECIPES, load_config
 from paceline.core.events import read_events
 from paceline.plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, PlanFile
+from paceline.plan.size_table import MeasuredSize
 from paceline.train import exchange_plan
 from paceline.train.checkpoint import Checkpoint
 from ranks import run_ranks
@@ -93,9 +97,47 @@ def test_a_resumed_run_keeps_the_plan_and_never_probes(tmp_path: Path) -> None:
     assert changed["changed on resume"].endswith("comm.fusion_mib 0.02 → 1.0")
     # So does another number of ranks; alone, with an algorithm asked for, the run goes on as well.
     alone = _resume(0, str(tmp_path / "d"), rest)
-    assert alone["chosen"]["exchange"].endswith("(order as in the checkpoint)")
+    assert "exchange" not in alone["chosen"]
     for key, value in weights(tmp_path / "d").items():
         torch.testing.assert_close(weights(tmp_path / "a")[key], value, rtol=0.1, atol=0.05)
+
+
+def _crafted(probe: Any, names: Any) -> list[MeasuredSize]:
+    return [MeasuredSize(size, {"native": 2e-3, "tree": 1e-3}) for size in (1024, 1 << 20)]
+
+
+def _auto(rank: int, output: str, values: dict[str, Any], measure: Any) -> dict[str, Any]:
+    """Trains with `comm.algorithm = auto`, with a cache folder and measured times of its own."""
+    with (
+        mock.patch.dict("os.environ", {"XDG_CACHE_HOME": f"{output}-cache"}),
+        mock.patch.object(exchange_probe.AllReduceProbe, "measure", measure),
+    ):
+        return run_small(output, **LARGE | values).summary
+
+
+def test_auto_measures_once_and_a_resumed_run_chooses_the_same(tmp_path: Path) -> None:
+    values = {"comm__fusion_mib": 0.3, **EVERY_STEP}
+    whole = run_ranks(4, _auto, str(tmp_path / "a"), values, _crafted)[0]
+    assert "tree" in whole["chosen"]["exchange"]
+    assert "kept in" in whole["chosen"]["exchange measured"]
+    path = tmp_path / "a/plan.toml"
+    assert PlanFile.read(path).measured == tuple(_crafted(None, None))
+    rest = values | {"run__resume": str(tmp_path / "a/checkpoints/step-00000003.pt")}
+    resumed = run_ranks(4, _auto, str(tmp_path / "b"), rest, _probed)[0]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert PlanFile.read(tmp_path / "b/plan.toml") == replace(
+        PlanFile.read(path), path=str(tmp_path / "b/plan.toml")
+    )
+    # Another plan, by the constants of the checkpoint.
+    other = run_ranks(4, _auto, str(tmp_path / "c"), rest | {"comm__fusion_mib": 0.2}, _probed)[0]
+    assert "tree" in other["chosen"]["exchange"]
+    assert other["chosen"]["exchange measured"] == "measured when the run began"
+    planned = run_ranks(4, _auto, str(tmp_path / "d"), {"comm__plan": str(path)}, _probed)[0]
+    assert planned["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
+    assert "exchange" not in run_small(tmp_path / "a").summary["chosen"]
 
 
 def test_a_run_leaves_its_plan_which_another_may_take(tmp_path: Path) -> None:

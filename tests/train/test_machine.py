@@ -15,6 +15,7 @@ from paceline.train.machine import (
     derive_seed,
     explain_out_of_memory,
     hardware,
+    launcher_name,
     seed_micro_batch,
     versions,
 )
@@ -103,3 +104,11 @@ def test_seeds_depend_on_every_part_and_nothing_else() -> None:
         drawn.append(torch.rand(4))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_our_launcher_is_named_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_COMMAND", raising=False)
+    assert launcher_name(fourth("torchrun")) == "torchrun"
+    monkeypatch.setenv("PACELINE_COMMAND", "paceline train --nproc-per-node 2")
+    assert launcher_name(fourth("torchrun")) == "--nproc-per-node"
+    assert launcher_name(fourth("slurm")) == "slurm"

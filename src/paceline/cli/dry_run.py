@@ -130,7 +130,8 @@ def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]
     comm, strategy = config.comm, strategy_class(config)
     chosen = ChosenPlan.of(comm, model, strategy.cluster(config, ranks, nodes=1))
     wire = "" if comm.wire == "auto" else f", {comm.wire} wire"
-    text = f"plan {comm.plan}" if comm.plan else f"algorithm {comm.algorithm}{wire}"
+    measured = ", measured at the start" * (comm.algorithm == "auto" and ranks > 2)
+    text = f"plan {comm.plan}" if comm.plan else f"algorithm {comm.algorithm}{measured}{wire}"
     if chosen.plan is not None:
         check_wires(config, chosen.plan, chosen.origin)
         text += f", {len(chosen.plan.buckets)} bucket(s)"

@@ -34,8 +34,8 @@ from paceline.core.units import format_bytes
 from paceline.models.settings import check_model_name
 from paceline.plan.plan_file import LinkFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import tuned_names
+from paceline.plan.size_choice import MARGIN, check_noise
 from paceline.plan.size_table import MeasuredSize
-from paceline.tune.size_choice import MARGIN, check_noise
 
 if TYPE_CHECKING:
     from paceline.planner.workload import Workload

@@ -27,6 +27,9 @@ _REPEATS = 9
 _REPEATS_OF_LARGE = 5
 _LARGE_BYTES = 1024 * 1024
 _CONTENTION_BYTES = 512 * 1024
+# Message sizes and round trips of the brief probe.
+_BRIEF_SIZES = (4, 128 * 1024)
+_BRIEF_REPEATS = 2
 
 
 class LinkProbe:
@@ -65,6 +68,21 @@ class LinkProbe:
         columns = [[node[at] for node in self._nodes] for at in range(width)]
         return self._facts(pairs, [_neighbours(column) for column in columns])
 
+    def brief(self) -> tuple[LinkFacts | None, LinkFacts | None]:
+        """Returns rough costs of a message inside a node and between nodes, from a few round trips."""
+        inside = [(node[0], node[1]) for node in self._nodes if len(node) > 1]
+        heads = [node[0] for node in self._nodes]
+        between = [(heads[0], heads[1])] if len(heads) > 1 else []
+        costs: list[LinkFacts | None] = []
+        for pairs in (inside, between):
+            points = [
+                (size, self._round_trip_s(pair, size, _BRIEF_REPEATS, barrier=False) / 2)
+                for pair in pairs[:1]
+                for size in _BRIEF_SIZES
+            ]
+            costs.append(fit_cost(points) if points else None)
+        return costs[0], costs[1]
+
     def _facts(
         self, pairs: Sequence[tuple[int, int]], rings: Sequence[dict[int, tuple[int, int]]]
     ) -> LinkFacts | None:
@@ -79,7 +97,9 @@ class LinkProbe:
         all_s = self._shift_s(rings)
         return replace(slowest, contention=max(1.0, all_s / alone_s))
 
-    def _round_trip_s(self, pair: tuple[int, int], size: int) -> float:
+    def _round_trip_s(
+        self, pair: tuple[int, int], size: int, repeats: int = 0, *, barrier: bool = True
+    ) -> float:
         """Returns the median seconds of a round trip of `size` bytes, on every rank.
 
         The first rank of the pair measures the time.
@@ -95,8 +115,8 @@ class LinkProbe:
                 dist.recv(back, group=self._group, group_src=first)
                 dist.send(out, group=self._group, group_dst=first)
 
-        repeats = _REPEATS if size < _LARGE_BYTES else _REPEATS_OF_LARGE
-        return self._median_s(trip, repeats, of=first)
+        repeats = repeats or (_REPEATS if size < _LARGE_BYTES else _REPEATS_OF_LARGE)
+        return self._median_s(trip, repeats, of=first, barrier=barrier)
 
     def _shift_s(self, rings: Sequence[dict[int, tuple[int, int]]]) -> float:
         """Returns the seconds in which all members of all rings concurrently send to their successors.
@@ -122,14 +142,18 @@ class LinkProbe:
 
         return self._median_s(shift, _REPEATS, of=None)
 
-    def _median_s(self, work: Callable[[], None], repeats: int, of: int | None) -> float:
+    def _median_s(
+        self, work: Callable[[], None], repeats: int, of: int | None, *, barrier: bool = True
+    ) -> float:
         """Returns the median seconds that rank `of` needs for `work`, on every rank.
 
-        If `of` is None, returns the largest median of all ranks.
+        If `of` is None, returns the largest median of all ranks. Without `barrier`, `work` itself must
+        make the ranks wait for each other.
         """
         taken = []
         for _ in range(repeats + 1):
-            dist.barrier(group=self._group)
+            if barrier:
+                dist.barrier(group=self._group)
             start = time.perf_counter()
             work()
             if self._device.type == "cuda":

@@ -19,11 +19,33 @@ from paceline.core.errors import ConfigError
 from paceline.plan.fusion_plan import FusionBucket, FusionPlan, TensorSpec
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
 from paceline.plan.schedules import NATIVE, check_name
-from paceline.plan.size_table import SizeTable
+from paceline.plan.size_choice import (
+    MARGIN,
+    careful_table,
+    choose_bucket_bytes,
+)
+from paceline.plan.size_table import MeasuredSize, SizeTable
 from paceline.plan.wires import own_algorithm, wire_bytes, wire_format
 
 # Assumed bytes of a bucket's smaller messages: some hundred elements of signals, norms and biases.
 _BESIDE_BYTES = 4096
+# How much faster than the backend's own another algorithm must be for `auto`. If there is one node, or
+# one rank on each, no algorithm sends fewer bytes over slow links, and samples differ by about as much as
+# algorithms do. Over NCCL, CUDA graphs cannot contain other algorithms, so that their buckets may have to
+# wait for the end of the backward pass.
+_FLAT_MARGIN, _NCCL_MARGIN = 0.2, 0.25
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The measured constants of a cluster, and a text for the user.
+
+    `file` contains the links and the median times of the algorithms; it is None if the backend's own
+    all-reduce is used without a measurement.
+    """
+
+    file: PlanFile | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,29 +53,34 @@ class PlanChoice:
     """The plan of a run, or the rules from which the plan follows.
 
     `fixed` is the plan, or None if the plan depends on the order of the gradients. `table` contains the
-    algorithm for each bucket size.
+    algorithm for each bucket size. `measured` contains the times by which `auto` chooses.
     """
 
     settings: CommSettings
     tensors: tuple[TensorSpec, ...]
     table: SizeTable
     fixed: FusionPlan | None
+    measured: tuple[MeasuredSize, ...] = ()
 
     @classmethod
     def read(
-        cls, settings: CommSettings, tensors: Sequence[TensorSpec], cluster: ClusterFacts
-    ) -> PlanChoice:
+        cls, settings: CommSettings, tensors: Sequence[TensorSpec], cluster: ClusterFacts,
+        constants: PlanFile | None = None,
+    ) -> PlanChoice:  # fmt: skip
         """Reads the files that the settings name.
 
         Args:
             settings: The section `[comm]`.
             tensors: The trained tensors, as the model declares them.
             cluster: The number of ranks and nodes.
+            constants: The measured constants of the cluster, by which `auto` chooses; None means the
+                backend's own all-reduce.
 
         Raises:
             ConfigError: If a file does not fit the model or the cluster.
         """
-        table, fixed = SizeTable.single("native"), None
+        table, fixed = SizeTable.single(NATIVE), None
+        measured: tuple[MeasuredSize, ...] = ()
         if settings.plan:
             file = PlanFile.read(Path(settings.plan))
             if file.fusion is None and file.sizes is not None:
@@ -67,8 +94,14 @@ class PlanChoice:
         elif cluster.ranks == 1:
             # A single rank sends nothing, and one bucket costs the least.
             fixed = FusionPlan.single([spec.name for spec in reversed(tensors)])
-        choice = cls(settings, tuple(tensors), table, fixed)
-        fits_one_bucket = 0 < choice._threshold >= sum(map(choice._bytes, tensors))
+        elif constants is not None and constants.probed is not None:
+            measured, probed = constants.measured, constants.probed
+            flat = 1 in (len(probed.ranks_per_node), max(probed.ranks_per_node))
+            margin = _FLAT_MARGIN if flat else MARGIN
+            margin = _NCCL_MARGIN if probed.backend == "nccl" else margin
+            table = careful_table(measured, margin)
+        choice = cls(settings, tuple(tensors), table, fixed, measured)
+        fits_one_bucket = 0 < choice._most_bytes >= sum(map(choice._bytes, tensors))
         if fixed is None and (not tensors or fits_one_bucket):
             # A single bucket is sent after all gradients are ready, so their order does not matter.
             fixed = choice.plan([spec.name for spec in reversed(tensors)])
@@ -80,7 +113,10 @@ class PlanChoice:
             return self.fixed
         by_name = {spec.name: spec for spec in self.tensors}
         sizes = [(name, self._bytes(by_name[name])) for name in order]
-        pools = FusionPlan.by_threshold(sizes, self._threshold, wire=self.settings.wire)
+        threshold = self._most_bytes
+        if self.measured and self.settings.fusion_mib == CommSettings.fusion_mib:
+            threshold = choose_bucket_bytes(sizes, self.table, self.measured)
+        pools = FusionPlan.by_threshold(sizes, threshold, wire=self.settings.wire)
         return FusionPlan(tuple(self._with_algorithms(pool, by_name) for pool in pools.buckets))
 
     def _with_algorithms(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> FusionBucket:
@@ -91,7 +127,7 @@ class PlanChoice:
         return replace(pool, algorithm=bulk, beside=small if small != bulk else "")
 
     @property
-    def _threshold(self) -> int:
+    def _most_bytes(self) -> int:
         return int(self.settings.fusion_mib * 2**20)
 
     def _bytes(self, spec: TensorSpec) -> int:

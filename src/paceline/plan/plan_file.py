@@ -45,6 +45,7 @@ from paceline.plan.size_table import MeasuredSize, SizeTable
 _SECTIONS = (
     "why", "model", "cluster", "expected", "start_up", "buffer", "sizes", "measured", "workload",
 )  # fmt: skip
+_ANEW = "make it anew"
 Facts = TypeVar("Facts", "ModelFacts", "ClusterFacts")
 Part = TypeVar("Part")
 
@@ -283,6 +284,11 @@ class PlanFile:
             tables["workload"] = dict(self.workload)
         return tables
 
+    def constants(self) -> dict[str, Any]:
+        """Returns the tables of the measured cluster; {} if nothing was measured."""
+        tables = self.to_tables() if self.measured else {}
+        return {name: tables[name] for name in ("cluster", "measured") if name in tables}
+
     def to_text(self) -> str:
         return tomli_w.dumps(self.to_tables())
 
@@ -302,16 +308,26 @@ class PlanFile:
             path: The path of the file.
             setting: The setting that contains the path, for error messages.
         """
-        anew = "make it anew"
-        with errors_of_file(setting, path, f"fix it, or {anew}", anew):
+        with errors_of_file(setting, path, f"fix it, or {_ANEW}", _ANEW):
             tables = parse_toml(read_regular(path))
+        return cls.from_tables(tables, path, setting)
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Any], path: Path, setting: str) -> PlanFile:
+        """Builds a plan file from the result of `to_tables`. Raises ConfigError if it is invalid.
+
+        Args:
+            tables: The tables, which may come from anywhere.
+            path: Their file, for error messages.
+            setting: The setting that contains the path, for error messages.
+        """
         for name in tables:
             if name not in _SECTIONS:
                 raise ConfigError(
                     setting, str(path), f"has an unknown section {short_repr(name)}",
                     nearest(name, _SECTIONS),
                 )  # fmt: skip
-        with errors_of_file(setting, path, anew, anew):
+        with errors_of_file(setting, path, _ANEW, _ANEW):
             return replace(_from_tables(tables), path=str(path), setting=setting)
 
 

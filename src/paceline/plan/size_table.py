@@ -1,7 +1,7 @@
 """`SizeTable`: the all-reduce algorithm for each buffer size; `MeasuredSize`: measured times of a size.
 
 The paper's rule, which changes the algorithm at a threshold η, is a table of two rows.
-`paceline.tune.size_choice` makes a table from measurements.
+`paceline.plan.size_choice` makes a table from measurements.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ def _assemble(
         classes=tuple(source.classes), labels=inputs.labels, model=model,
         optimizer=parts.optimizer, batch_norm=parts.batch_norm, scale=parts.scale,
         average=parts.average, strategy=strategy, group=group, memory=parts.exchange.memory,
+        constants=parts.plan_file.constants(),
     )  # fmt: skip
     make_loader = _loader_factory(config, source, parts, group, components)
     with group.phase("loader"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,18 @@ from torch import Tensor, nn
 
 from paceline.comm.exchange import GradientExchange, tensor_spec
 from paceline.comm.group import Group
-from paceline.comm.plan_choice import PlanChoice, agree_order, record_order
+from paceline.comm.plan_choice import Constants, PlanChoice, agree_order, record_order
 from paceline.comm.settings import CommSettings
 from paceline.comm.transport import Transport, create_transport
 from paceline.config import RunConfig
 from paceline.core.errors import CheckpointError, ConfigError, RunError
+from paceline.core.extensions import load_part
 from paceline.core.imports import first_line
 from paceline.core.units import format_bytes
 from paceline.data import Normalizer
 from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.plan_file import ClusterFacts, Expected, ModelFacts, PlanFile
-from paceline.plan.wires import wire_format
+from paceline.plan.wires import own_algorithm, wire_format
 from paceline.precision.policy import Policy
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.evaluate import takes_evaluation
@@ -39,7 +40,7 @@ from paceline.train.machine import explain_out_of_memory
 from paceline.train.micro_step import Advise, no_advice
 from paceline.train.model_checks import restored_buffers, step_error
 from paceline.train.run_state import PinnedPlan
-from paceline.train.strategy import is_idle, strategy_class
+from paceline.train.strategy import Strategy, is_idle, strategy_class
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class ChosenPlan:
         choice: Makes a plan from the settings; None if the checkpoint decides.
         plan: The plan, or None if it depends on the order of the gradients, which is not known yet.
         origin: Description of the plan's origin.
+        constants: The measured constants of the cluster, by which `comm.algorithm = auto` chooses.
     """
 
     settings: CommSettings
@@ -112,11 +114,12 @@ class ChosenPlan:
     choice: PlanChoice | None
     plan: FusionPlan | None
     origin: str
+    constants: PlanFile | None = None
 
     @classmethod
     def of(
         cls, settings: CommSettings, model: nn.Module, cluster: ClusterFacts,
-        pinned: PinnedPlan | None = None,
+        pinned: PinnedPlan | None = None, constants: PlanFile | None = None,
     ) -> ChosenPlan:  # fmt: skip
         """Chooses the plan from the checkpoint, the plan file or the settings.
 
@@ -125,6 +128,7 @@ class ChosenPlan:
             model: The model whose trained parameters are exchanged.
             cluster: Number of ranks and nodes.
             pinned: The plan of the checkpoint, if a run is resumed.
+            constants: The measured constants of the cluster, if there are any.
 
         Raises:
             CheckpointError: If the trained tensors of the checkpoint are not those of the model.
@@ -144,13 +148,13 @@ class ChosenPlan:
         if pinned is not None and pinned.whole:
             plan = pinned.plan
         else:
-            choice = PlanChoice.read(settings, tensors, cluster)
+            choice = PlanChoice.read(settings, tensors, cluster, constants)
             plan, origin = choice.fixed, f"plan {settings.plan}" if settings.plan else ""
             if plan is None and pinned is not None:
                 plan, origin = choice.plan(pinned.plan.tensors), "order as in the checkpoint"
         if plan is not None:
             plan.check(tuple(trained))
-        return cls(settings, trained, facts, cluster, choice, plan, origin)
+        return cls(settings, trained, facts, cluster, choice, plan, origin, constants)
 
     def facts(self) -> dict[str, str]:
         """Returns facts that must be equal on all ranks before they create process groups."""
@@ -181,7 +185,26 @@ def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]
         plan = chosen.choice.plan(agree_order(group, order))
         plan.check(tuple(chosen.trained))
     file = PlanFile(plan, chosen.model, chosen.cluster, _expected(chosen.settings, plan))
+    if chosen.constants is not None:
+        measured = chosen.constants
+        file = replace(file, probed=measured.probed, measured=measured.measured)
     return ExchangeParts(chosen.settings, file, chosen.trained, chosen.origin)
+
+
+def measured_constants(
+    config: RunConfig, group: Group, strategy: Strategy, pinned: PinnedPlan | None
+) -> Constants:
+    """Returns the constants by which `comm.algorithm = auto` chooses. A collective."""
+    comm, known = config.comm, pinned.constants if pinned is not None else None
+    if pinned is not None and pinned.whole:
+        return Constants(known)
+    if comm.algorithm != "auto" or comm.plan or own_algorithm(comm.wire):
+        return Constants()
+    if group.world_size < 2 or not strategy.same_weights:
+        return Constants()
+    find = load_part("comm.exchange_probe:find_constants", "comm.algorithm", "auto")
+    found: Constants = find(group, comm, known)
+    return found
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
@@ -233,9 +256,11 @@ def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: Fa
     """Describes the exchange for display.
 
     Returns:
-        A line such as `7 buckets of 84 KiB to 20.4 MiB, ring (5), hierarchical (2), float16 wire,
-        overlapped`.
+        "" if a single rank exchanges nothing, else a line such as `7 buckets of 84 KiB to 20.4 MiB,
+        ring (5), hierarchical (2), float16 wire, overlapped`.
     """
+    if parts.file.cluster == ClusterFacts(1, 1):
+        return ""
     sizes = [bucket.bytes for bucket in exchange.bucket_info()]
     span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
     count = span if len(sizes) > 1 else f"1 bucket of {format_bytes(sizes[0])}"

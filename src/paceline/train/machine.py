@@ -35,6 +35,12 @@ def command_line() -> str:
     return shlex.join([name, *sys.argv[1:]])
 
 
+def launcher_name(topology: Topology) -> str:
+    """Returns the name of the launcher for display. Our own launcher uses torchrun's agent."""
+    own = topology.launcher == "torchrun" and COMMAND_VARIABLE in os.environ
+    return "--nproc-per-node" if own else topology.launcher
+
+
 def choose_device(config: RunConfig, topology: Topology) -> torch.device:
     """Chooses the device of this rank: the CPU, or a GPU of its own if the host has GPUs.
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import Group
 from paceline.comm.memory import Memory
+from paceline.comm.probe_cache import constants_of
 from paceline.config import RunConfig, with_defaults
 from paceline.core.errors import CheckpointError
 from paceline.core.settings import flatten
@@ -25,6 +26,7 @@ from paceline.models import load_tensors
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.state import MASTER
 from paceline.plan.fusion_plan import FusionPlan
+from paceline.plan.plan_file import PlanFile
 from paceline.precision.policy import LossScale
 from paceline.train.batch_norm import BatchNormState
 from paceline.train.checkpoint import Checkpoint
@@ -125,6 +127,7 @@ class RunState:
 
     Attributes:
         memory: State that the exchange keeps between steps, if any.
+        constants: The tables of the measured cluster by which the plan was chosen, if any.
         notes: Messages about state of a restored checkpoint that this run cannot use.
         callbacks: Returns the state of the user's callbacks for the checkpoint.
     """
@@ -143,6 +146,7 @@ class RunState:
     average: WeightAverage | None = None
     labels: str = ""
     memory: Memory | None = None
+    constants: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     callbacks: Callable[[], dict[str, Any]] = dict
 
@@ -345,7 +349,7 @@ class RunState:
             config=self.config.in_use(),
             world_size=batches.world_size,
             threads=torch.get_num_threads(),
-            plan=self.exchange_plan.to_table(),
+            plan={**self.exchange_plan.to_table(), **self.constants},
             model={
                 name: value.detach()
                 for name, value in full_state(self.model, self.optimizer).items()
@@ -411,6 +415,7 @@ class PinnedPlan:
 
     Attributes:
         plan: The plan.
+        constants: The measured constants of the cluster on which the plan was made, if any.
         whole: True if neither the number of ranks nor the settings that determine the plan have changed.
             In that case, the resumed run keeps the plan. Otherwise the run uses its plan file, or makes a
             new plan with the order of the gradients from the checkpoint.
@@ -418,6 +423,7 @@ class PinnedPlan:
 
     plan: FusionPlan
     whole: bool
+    constants: PlanFile | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: RunConfig, world_size: int) -> PinnedPlan:
@@ -425,4 +431,8 @@ class PinnedPlan:
         there, here = flatten(checkpoint.config), flatten(config.in_use())
         same = all(there.get(name) == here.get(name) for name in _MAKE_PLANS)
         plan = FusionPlan.from_table(checkpoint.plan)
-        return cls(plan, same and checkpoint.world_size == world_size)
+        constants = None
+        if "measured" in checkpoint.plan:
+            tables = {name: checkpoint.plan.get(name) for name in ("cluster", "measured")}
+            constants = constants_of(tables, "the checkpoint")
+        return cls(plan, same and checkpoint.world_size == world_size, constants)

@@ -35,6 +35,7 @@ from paceline.train.exchange_plan import (
     check_wires,
     count_nodes,
     describe_exchange,
+    measured_constants,
     plan_exchange,
 )
 from paceline.train.fast_path import (
@@ -59,7 +60,8 @@ class StepParts:
     """The parts of a step, without data and batch plan.
 
     Attributes:
-        exchange_summary: Description of the exchange for display.
+        exchange_summary: Description of the exchange for display; "" on one rank.
+        measured_summary: What the choice of the exchange is based on, if it was measured.
         dry: Runs the forward and backward pass of a micro-batch of zeros.
     """
 
@@ -74,6 +76,7 @@ class StepParts:
     normalize: Normalizer
     plan_file: PlanFile
     exchange_summary: str
+    measured_summary: str
     loss: TrainingLoss
     dry: DryBackward
     clip_norm: float = 0.0
@@ -93,6 +96,7 @@ class StepParts:
             "optimizer": ", ".join(filter(None, notes)),
             "speed": self.fast.describe(),
             "exchange": self.exchange_summary,
+            "exchange measured": self.measured_summary,
         }
         if not isinstance(self.loss, CrossEntropy):
             chosen["loss"] = self.loss.describe()
@@ -131,6 +135,7 @@ def create_parts(
     settings = config.optim
     strategy = strategy or Synchronous(config, group)
     cluster = strategy.cluster(config, group.world_size, count_nodes(group))
+    constants = measured_constants(config, group, strategy, pinned)
     with group.phase("training parts") as same:
         problem = triton_problem(group.device)
         same.compare({"Triton": problem or "usable"}, "use the same image on all nodes")
@@ -153,7 +158,7 @@ def create_parts(
         if group.world_size > 1:  # 0.1 s for the weights of a ResNet-50
             remedy = "use the same --pretrained file and versions"
             same.compare({"initial weights": fingerprint(model)}, remedy)
-        chosen = ChosenPlan.of(config.comm, model, cluster, pinned)
+        chosen = ChosenPlan.of(config.comm, model, cluster, pinned, constants.file)
         same.compare(chosen.facts(), "build the same model on every rank")
     dry = _create_dry(config, model, policy, batch_norm, loss, fast, problem, micro_batch)
     fast = _try_model(config, model, group, fast, dry)
@@ -175,7 +180,7 @@ def create_parts(
     return StepParts(
         model=model, policy=policy, optimizer=optimizer, batch_norm=batch_norm, scale=scale,
         strategy=strategy, exchange=exchange, fast=fast, normalize=dry.normalize, plan_file=planned.file,
-        exchange_summary=describe_exchange(exchange, planned, fast),
+        exchange_summary=describe_exchange(exchange, planned, fast), measured_summary=constants.note,
         average=average, loss=loss, dry=dry, clip_norm=settings.clip_norm,
     )  # fmt: skip
 

@@ -35,6 +35,7 @@ from paceline.train.choices import TimeBudget
 from paceline.train.components import Components
 from paceline.train.exchange_plan import describe_idle
 from paceline.train.inputs import RunInputs
+from paceline.train.machine import launcher_name
 from paceline.train.model_checks import given_name
 from paceline.train.observers import RunTrace
 from paceline.train.resolve import create_schedule, with_epochs
@@ -217,7 +218,7 @@ def describe_run(
     chosen = {
         "device": str(group.device),
         "backend": group.backend,
-        "launcher": group.topology.launcher,
+        "launcher": launcher_name(group.topology),
         "threads": threads,
         "data": f"{source.kind}, {len(source):,} training and {len(inputs.validation):,} validation "
         f"images, {len(source.classes)} classes",

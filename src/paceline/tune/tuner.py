@@ -25,11 +25,11 @@ from paceline.plan.fusion_plan import FusionPlan
 from paceline.plan.optimizer import best_plan, threshold_plan
 from paceline.plan.plan_file import ModelFacts, PlanFile, ProbedCluster
 from paceline.plan.schedules import NATIVE
+from paceline.plan.size_choice import choose_algorithms, measured_size, table_of
 from paceline.plan.size_table import MeasuredSize, SizeTable
 from paceline.planner.plan_parts import planned_cluster
 from paceline.planner.prediction import Prediction, predict
 from paceline.planner.workload import Workload
-from paceline.tune.size_choice import choose_algorithms, measured_size, table_of
 from paceline.tune.timing import RankGroup, interleaved
 
 # An algorithm is not sampled again if its first samples took more than this many times the fastest.
