@@ -23,7 +23,6 @@ from paceline.core.events import (
     NoteEvent,
     StepEvent,
 )
-from paceline.core.host import LoadReading
 from paceline.models import SmallResNet
 from paceline.planner.start_up import PHASES
 from paceline.precision import LossScale, PrecisionSettings
@@ -126,17 +125,13 @@ def test_input_counters_are_those_of_all_ranks_and_splits(tmp_path: Path) -> Non
 # --- notes and observers -----------------------------------------------------------------------
 
 
-class FixedLoad:
+class BusyLoad:
     """Replaces the host's own load readings."""
 
-    latest: LoadReading | None = None
+    latest = 0.7
 
-    def read(self) -> LoadReading | None:
+    def read(self) -> float:
         return self.latest
-
-
-class BusyLoad(FixedLoad):
-    latest = LoadReading(waited=0.7, others=0.8, cores=2)
 
 
 def test_an_overloaded_host_is_noted_once_and_recorded(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
@@ -126,15 +126,10 @@ class RunConfig:
     def in_use(self) -> Tables:
         """Returns all tables except the tables of owners that no setting has chosen."""
         tables = self.to_tables()
-        for section, owner in self.unused():
-            tables[section.NAME].pop(owner, None)
-        return tables
-
-    def unused(self) -> Iterator[tuple[Section, str]]:
-        """Yields (section, table name) of each owner whose settings are given but not chosen."""
-        for section in self.sections().values():
+        for name, section in self.sections().items():
             for owner in section.unused() if isinstance(section, Section) else ():
-                yield section, owner
+                tables[name].pop(owner, None)
+        return tables
 
     def flat(self) -> dict[str, Any]:
         """Returns all values by name, such as `run.seed`, or `comm.hybrid.sizes` of an optional part."""

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -23,79 +22,50 @@ from paceline.core.errors import RunError
 # Threads of one process that decode and compute on the same cores wait for each other a little. Above
 # this share of the time in which they could run, waiting decides how long a step takes.
 NOTABLE_WAIT = 0.3
-# Shorter time spans are too inaccurate, because clocks in /proc/stat tick 100 times a second.
+# In shorter time spans a few waits have too much weight.
 _MIN_SPAN_S = 2.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 
 
-@dataclass(frozen=True)
-class LoadReading:
-    """Load of the host over a span of time.
-
-    Attributes:
-        waited: Share of the time in which the threads of this process could run but had no core.
-        others: Share of the cores that other processes used.
-        cores: Number of cores that this process may use.
-    """
-
-    waited: float
-    others: float
-    cores: int
-
-    @property
-    def overloaded(self) -> bool:
-        return self.waited >= NOTABLE_WAIT
-
-    def describe(self) -> str:
-        """Returns one sentence with the remedy; empty if the host is not overloaded."""
-        if not self.overloaded:
-            return ""
-        return (
-            "the host is overloaded: this rank's threads waited for cores "
-            f"{self.waited:.0%} of the time, other processes use {self.others:.0%} of its "
-            f"{self.cores} cores; stop other work, raise the container's CPU quota, or lower "
-            "run.threads or data.workers"
-        )
-
-
-@dataclass(frozen=True)
-class _Account:
-    """Times at one reading, in seconds; `own_s` includes ended threads, `ran_s`, `waited_s` do not."""
-
-    at_s: float
-    ran_s: float
-    waited_s: float
-    own_s: float
-    busy_s: float
+def describe_overload(wait_share: float) -> str:
+    """Returns one sentence with the remedy; empty if the threads hardly waited for cores."""
+    if wait_share < NOTABLE_WAIT:
+        return ""
+    return (
+        "the host is overloaded: this rank's threads waited for cores "
+        f"{wait_share:.0%} of the time; stop other work, raise the container's CPU quota, or "
+        "lower run.threads or data.workers"
+    )
 
 
 class HostLoad:
-    """Measures the load of the host from `/proc`, at most every two seconds."""
+    """Measures the load of the host from `/proc`, at most every two seconds.
+
+    The load is the share of the time in which the threads of this process could run but had no core.
+    `latest` is the last reading.
+    """
 
     def __init__(self, proc: Path = _PROC, clock: Callable[[], float] = time.monotonic) -> None:
         self._proc, self._clock = proc, clock
-        self._cores = available_cores()
         self._last = self._account()
-        self.latest: LoadReading | None = None
+        self.latest: float | None = None
 
-    def read(self) -> LoadReading | None:
+    def read(self) -> float | None:
         """Returns a new reading if enough time has passed since the last one, else None."""
-        if self._last is None or self._clock() - self._last.at_s < _MIN_SPAN_S:
+        if self._last is None or self._clock() - self._last[0] < _MIN_SPAN_S:
             return None
         before, now = self._last, self._account()
         if now is None:
             return None
         # The statistics of threads that have ended are gone, so differences can be negative.
-        ran, waited = max(0.0, now.ran_s - before.ran_s), max(0.0, now.waited_s - before.waited_s)
-        foreign_s = now.busy_s - before.busy_s - (now.own_s - before.own_s)
-        others = max(0.0, foreign_s) / ((now.at_s - before.at_s) * self._cores)
+        ran, waited = (max(0.0, now[i] - before[i]) for i in (1, 2))
         self._last = now
-        waited_share = waited / (ran + waited) if ran + waited > 0 else 0.0
-        self.latest = LoadReading(waited_share, min(1.0, others), self._cores)
+        self.latest = waited / (ran + waited) if ran + waited > 0 else 0.0
         return self.latest
 
-    def _account(self) -> _Account | None:
+    def _account(self) -> tuple[float, float, float] | None:
+        """Returns the time, and the seconds that living threads ran and waited; None if unknown."""
         ran_ns = waited_ns = 0
         try:
             at_s = self._clock()
@@ -105,22 +75,9 @@ class HostLoad:
                 except FileNotFoundError:
                     continue  # a thread that has just ended
                 ran_ns, waited_ns = ran_ns + int(ran), waited_ns + int(waited)
-            busy_s = self._busy_s()
         except (OSError, ValueError):
             return None
-        return _Account(at_s, ran_ns / 1e9, waited_ns / 1e9, time.process_time(), busy_s)
-
-    def _busy_s(self) -> float:
-        """Returns the CPU seconds of all processes on the cores that this process may use."""
-        ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-        ticks = 0
-        for line in (self._proc / "stat").read_text().splitlines():
-            name, *fields = line.split()
-            if not name.startswith("cpu") or not name[3:].isdigit() or int(name[3:]) not in ours:
-                continue
-            user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
-            ticks += user + nice + system + irq + softirq + steal
-        return ticks / _TICKS
+        return at_s, ran_ns / 1e9, waited_ns / 1e9
 
 
 def available_cores() -> int:

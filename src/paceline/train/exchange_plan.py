@@ -273,29 +273,17 @@ def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: Fa
 
 
 def describe_idle(config: RunConfig, ranks: int) -> str:
-    """Lists given settings that have no effect, such as `comm.algorithm` on one rank.
+    """Lists given settings that have no effect on one rank, such as `comm.algorithm`.
 
     Args:
         config: The settings of the run.
         ranks: Number of ranks.
 
     Returns:
-        The settings, each with the reason; "" if every given setting has an effect.
+        The settings with the reason; "" if every given setting has an effect.
     """
-    idle: dict[str, list[str]] = {}
-    if ranks == 1:
-        idle["one rank"] = _idle_on_one_rank(config)
-    for section, owner in config.unused():
-        if section.owned[owner] != type(section.owned[owner])():
-            chosen = {name: getattr(section, name) for name in section.CHOOSERS}
-            reason = " and ".join(f"{section.NAME}.{n} = {value!r}" for n, value in chosen.items())
-            idle.setdefault(reason, []).append(f"[{section.NAME}.{owner}]")
-    return "; ".join(
-        f"{', '.join(names)}: with {reason}" for reason, names in idle.items() if names
-    )
-
-
-def _idle_on_one_rank(config: RunConfig) -> list[str]:
+    if ranks > 1:
+        return ""
     comm, defaults = config.comm, CommSettings()
     # All algorithms except `auto` round buckets to the wire format even on one rank.
     names = ["algorithm", "group_size", *(["wire"] if comm.algorithm == "auto" else [])]
@@ -303,7 +291,7 @@ def _idle_on_one_rank(config: RunConfig) -> list[str]:
     idle = [f"comm.{n} = {v!r}" for n, v in values.items() if v != getattr(defaults, n)]
     if is_idle(strategy_class(config), 1):
         idle.insert(0, f"run.strategy = {config.run.strategy!r}")
-    return idle
+    return f"{', '.join(idle)}: with one rank" if idle else ""
 
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:

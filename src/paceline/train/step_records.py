@@ -27,7 +27,7 @@ from paceline.core.events import (
     RanksEvent,
     StepEvent,
 )
-from paceline.core.host import HostLoad
+from paceline.core.host import HostLoad, describe_overload
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.train.step import StepOutcome
 from paceline.train.strategy import strategy_fields
@@ -131,12 +131,12 @@ class StepRecords:
 
     def _core_wait_share(self) -> float | None:
         """Returns the latest share of time spent waiting for a core; notes the first overload."""
-        if (reading := self._load.read()) is not None:
-            text = reading.describe()
+        if (share := self._load.read()) is not None:
+            text = describe_overload(share)
             if text and not self._overload_noted:
                 self._overload_noted = True
                 self._t.emit(NoteEvent(text))
-        return self._load.latest.waited if self._load.latest else None
+        return self._load.latest
 
 
 # Number of skipped steps in a row that ends the run if the loss is not finite: no loss scale helps.
