@@ -132,12 +132,14 @@ def _run(config: RunConfig, steps: int, as_json: bool) -> int:
     if outcome.rank != 0:
         return 0
     result = test.result()
-    page = range_page(config.run.name, range_chart(result), _rows(result))
+    chart, rows = range_chart(result), _rows(result)
+    head = f"<header><p>{markup(config.run.name)}</p><h1>{markup(chart.title)}</h1></header>"
+    page = document(config.run.name, [head, definition_list(rows, "facts"), figures([chart])])
     plot = write_page(page, outcome.folder / "lr_find.html", "")
     if as_json:
         typer.echo(json.dumps(result.to_table()))
         return 0
-    for label, value in _rows(result):
+    for label, value in rows:
         print_line(console, f"{label}: {value}")
     print_line(console, f"plot: {plot}")
     return 0
@@ -164,18 +166,6 @@ def range_chart(result: RangeResult) -> Chart:
         [Line("loss", losses, 1, True), Line("smoothed", smoothed, 1)], markers=markers,
         note=f"{suggestion}, lowest loss at {result.largest:.3g}",
     )  # fmt: skip
-
-
-def range_page(name: str, chart: Chart, rows: list[tuple[str, str]]) -> str:
-    """Returns the HTML page of a learning-rate range test.
-
-    Args:
-        name: The name of the run.
-        chart: The chart of the losses.
-        rows: The results as (label, value) pairs.
-    """
-    head = f"<header><p>{markup(name)}</p><h1>{markup(chart.title)}</h1></header>"
-    return document(name, [head, definition_list(rows, "facts"), figures([chart])])
 
 
 def _rows(result: RangeResult) -> list[tuple[str, str]]:

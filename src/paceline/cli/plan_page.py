@@ -83,11 +83,12 @@ def fact_rows(answer: Answer) -> list[Row]:
             f" of at most {answer.limits.timed_batch:,} a GPU, twice the largest timed batch, because "
             "the memory is unknown"
         )
+    assumed = [f"{text} (--{name.replace('_', '-')})" for name, text in answer.assumed.items()]
     most = "none: one node is below" if answer.most_ranks is None else f"{answer.most_ranks:,}"
     return [
         ("model", f"{work.model}, {work.elements:,} weights; {work.source}"),
         ("cluster", _cluster_words(answer)),
-        *_assumed_rows(answer),
+        *([("assumed", "; ".join(assumed))] if assumed else []),
         ("batch", f"{now.batch:,} a GPU, {now.batch * now.ranks:,} in all{picked}"),
         ("batch limit", _limit_words(answer)),
         ("step", f"{1e3 * now.step_s:,.2f} ms {sure}: compute {1e3 * now.compute_s:,.2f}, exposed "
@@ -243,11 +244,6 @@ def _cluster_words(answer: Answer) -> str:
         f"{plural(c.nodes, 'node')} × {c.ranks_per_node:,}, {format_gbps(node_gbps(c))} of payload a "
         f"node, {1e6 * c.inter.alpha_s:.3g} µs a message"
     )
-
-
-def _assumed_rows(answer: Answer) -> list[Row]:
-    words = [f"{text} (--{name.replace('_', '-')})" for name, text in answer.assumed.items()]
-    return [("assumed", "; ".join(words))] if words else []
 
 
 def bucket_rows(answer: Answer) -> list[Row]:

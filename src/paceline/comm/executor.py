@@ -128,7 +128,7 @@ class Executor:
             )
         item_bytes = buffer.element_size()
         whole = self._program(chosen, Segment(length, item_bytes))
-        if whole.is_collective:
+        if whole.collectives:
             _run_collectives(self, buffer, whole.collectives)
             return
         # Without tags, as over NCCL, the messages of two segments cannot be distinguished.

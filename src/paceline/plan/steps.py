@@ -261,10 +261,6 @@ class Program(NamedTuple):
     wide: Span
     collectives: tuple[Collective, ...]
 
-    @property
-    def is_collective(self) -> bool:
-        return bool(self.collectives)
-
 
 def compile_rounds(rounds: Rounds) -> Program:
     """Compiles the rounds of one rank for one segment into a `Program`."""

@@ -129,16 +129,8 @@ class Accelerator(Specification):
         return cls(name=name, is_own=is_own, **{**vars(table), **defaults})
 
     @property
-    def flops_per_s(self) -> float:
-        return self.tflops * 1e12
-
-    @property
     def memory_bytes_per_s(self) -> float:
         return self.memory_gb_per_s * 1e9
-
-    @property
-    def clock_hz(self) -> float:
-        return self.clock_ghz * 1e9
 
     @property
     def memory_bytes(self) -> float:
@@ -152,11 +144,6 @@ class Accelerator(Specification):
     def in_half(self) -> bool:
         """True if `precision.amp_dtype = "auto"` chooses half precision."""
         return self.is_gpu
-
-    @property
-    def runs_triton(self) -> bool:
-        """True if Paceline's fused kernels can be compiled for the accelerator."""
-        return self.compute_capability >= TRITON_CAPABILITY
 
 
 @cache

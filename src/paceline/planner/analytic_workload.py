@@ -77,7 +77,7 @@ def analytic_workload(
             share = min(1.0, done / total)
             half = tensor.half and gpu.in_half
             gradients.append(Gradient(tensor.name, tensor.elements, half, share))
-    latency = law.layer_cycles / gpu.clock_hz * len(net.layers)
+    latency = law.layer_cycles / (gpu.clock_ghz * 1e9) * len(net.layers)
     weights = _width(gpu) * net.elements / memory
     fill_s, fill_batch = _filling(net.layers, gpu, law)
     # The gradient of a weight is a sum over the batch, which can be split across the chip. So only the
@@ -97,7 +97,7 @@ def analytic_workload(
 
 def _matrix_rate(gpu: Accelerator, law: StepConstants) -> float:
     clock: float = (gpu.watts / gpu.reference_watts) ** law.power_exponent
-    return gpu.flops_per_s * law.matrix_share * clock
+    return gpu.tflops * 1e12 * law.matrix_share * clock
 
 
 def _width(gpu: Accelerator) -> int:

@@ -215,10 +215,6 @@ class _Builder:
             raise ConfigError("--image-size", None, "too small for this model", "224 is usual")
         return size
 
-    def in_place_relu(self, name: str) -> None:
-        """Records a ReLU that overwrites its input."""
-        self.layers.append(Layer(name, 0.0, 2.0 * self.elements))
-
     def residual_sum(self, name: str, recomputable: bool) -> None:
         """Records a residual sum that is fused with the norm before it and reads the shortcut.
 
@@ -406,7 +402,8 @@ def _alexnet(
         if norms:
             trace.norm(f"features.bn{number}", before="pool" if pooled else "product")
         else:
-            trace.in_place_relu(f"features.{number + 1}")
+            # A ReLU that overwrites its input.
+            trace.layers.append(Layer(f"features.{number + 1}", 0.0, 2.0 * trace.elements))
         if pooled:
             trace.pool(f"features.{number + 2}", 3, 2, 0)
     if norms:

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import asdict, dataclass
 
 from paceline.core.errors import ConfigError
-from paceline.planner.accelerators import Accelerator
+from paceline.planner.accelerators import TRITON_CAPABILITY, Accelerator
 from paceline.planner.layers import Network
 from paceline.planner.workload import LARGEST_BATCH
 
@@ -98,7 +98,8 @@ def memory_on(
         fused: False if fused kernels are switched off.
     """
     half = gpu.in_half if half is None else half
-    return step_memory(net, batch, half, fused=fused and gpu.runs_triton, on_gpu=gpu.is_gpu)
+    fused = fused and gpu.compute_capability >= TRITON_CAPABILITY
+    return step_memory(net, batch, half, fused=fused, on_gpu=gpu.is_gpu)
 
 
 def _peak(net: Network, batch: int, half: bool, fused: bool, forward: float) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from paceline.planner.layers import Network
 from paceline.planner.memory import largest_batch
 from paceline.planner.prediction import Prediction
 from paceline.planner.start_up import StartUp
-from paceline.planner.workload import LARGEST_BATCH, Workload
+from paceline.planner.workload import LARGEST_BATCH, Affine, Workload
 
 if TYPE_CHECKING:
     from paceline.planner.answer import Question
@@ -232,7 +232,7 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
             f"{limits.global_batch:,} ({limits.why})",
             f"use fewer GPUs, or {remedy}",
         )  # fmt: skip
-    question = replace(question, workload=question.workload.well_fed())
+    question = replace(question, workload=replace(question.workload, input=Affine(0.0, 0.0)))
     speeds = {
         batch: replace(question, batch=batch).answer(cluster).images_per_s
         for batch in candidate_batches(most)

@@ -143,10 +143,6 @@ class Workload:
         """Returns the workload with an input of this rate; rate 0 changes nothing."""
         return replace(self, input=Affine(0.0, 1 / images_per_s)) if images_per_s else self
 
-    def well_fed(self) -> Workload:
-        """Returns the workload with an input that always keeps up."""
-        return replace(self, input=Affine(0.0, 0.0))
-
     def is_extrapolated(self, batch: int) -> bool:
         """Returns True if `batch` is outside of the range of profiled batches."""
         return bool(self.batches) and not min(self.batches) <= batch <= max(self.batches)

@@ -143,11 +143,6 @@ class RehearsedCluster:
             _, _, problem = error.cause.partition(": ")
             raise ConfigError("run.batch_size", batch, problem, error.remedy) from None
 
-    @property
-    def is_measured(self) -> bool:
-        """Returns True if the step time is measured (read from a file), not predicted for a GPU."""
-        return bool(self.settings.profile) or not self.settings.gpu
-
     def _check_step(
         self, work: Workload, model: str, image_size: int, trained: Collection[str]
     ) -> None:
@@ -164,7 +159,7 @@ class RehearsedCluster:
             problem = (
                 f"has the step of {work.model}, which lacks tensors of the model that is trained"
             )
-        elif self.is_measured and work.image_size not in (0, image_size):
+        elif field != "gpu" and work.image_size not in (0, image_size):
             problem = (
                 f"has a step with images of {work.image_size} pixels, and the run has {image_size}"
             )

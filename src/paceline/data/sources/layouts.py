@@ -167,12 +167,9 @@ def is_unsplit(directory: Path) -> bool:
     names = (name for name in class_directories(directory) if has_images(directory, name))
     # Requires two class folders, because any folder might have one subfolder with a picture.
     first = list(itertools.islice(names, 2))
-    return len(first) > 1 and not any(_is_data_set(directory / name) for name in first)
-
-
-def _is_data_set(directory: Path) -> bool:
-    """Returns True if a folder is a data set with both splits, and thus not a class folder."""
-    return all(split_folder(directory, split) for split in ("train", "val"))
+    # A folder with both splits is a data set, and thus not a class folder.
+    split = (all(split_folder(directory / name, s) for s in ("train", "val")) for name in first)
+    return len(first) > 1 and not any(split)
 
 
 def _check_unsplit(directory: Path) -> None:
