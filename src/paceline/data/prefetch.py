@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,7 +67,20 @@ class Job(Generic[Part, Result]):
 _Running = tuple[Job[Part, Result], list[Future[tuple[Part, dict[str, float]]]]]
 
 
-class Prefetcher(Generic[Part, Result]):
+class Closing(ABC):
+    """A context manager that calls `close` at its end."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+
+class Prefetcher(Closing, Generic[Part, Result]):
     """Runs jobs in threads ahead of the consumer, and iterates over their results in order.
 
     Attributes:
@@ -155,12 +169,6 @@ class Prefetcher(Generic[Part, Result]):
         """Stops every thread after its current sample, and waits for all threads to end."""
         self._stopping.set()
         self._shut_down()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 def map_ahead(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from paceline.core.errors import RunError
 from paceline.optim.base import MasterOptimizer
 from paceline.optim.fused import AdamStep
 from paceline.optim.registry import Context
@@ -28,6 +27,7 @@ from paceline.optim.rule import (
     capturing,
     norms_of,
     put,
+    unprepared,
 )
 from paceline.optim.rule_settings import AdamwSettings, LambSettings
 from paceline.optim.settings import OptimSettings
@@ -144,10 +144,7 @@ class AdamRule(UpdateRule):
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
         """Computes 1 − βᵗ for the next step, where t is the number of earlier updates plus one."""
         if self._logs is None:
-            raise RunError(
-                "a step was captured without preparation",
-                "call optimizer.prepare() before the capture",
-            )
+            raise unprepared()
         if capturing(self.steps.device):
             self._captured.append((self.steps, self.corrections, self._logs.values))
         powers = (self.steps.double() + 1) * self._logs.values.double().t()

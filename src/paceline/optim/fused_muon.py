@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import PacelineError
 from paceline.optim import fused
 from paceline.optim.fused import FusedStep, LarsStep, Layout, Tables, on_device, to_device
 from paceline.optim.orthogonal import ITERATIONS
-from paceline.optim.rule import Gates, Outcome, Row, capturing
+from paceline.optim.rule import Gates, Outcome, Row, capturing, unprepared
 from paceline.optim.state import MOMENTUM
 
 # Iterations alternate between two buffers and must end in the second.
@@ -120,10 +120,7 @@ class MuonStep(FusedStep):
         matrices, in_graph = self._matrices, capturing(device)
         if matrices is None or matrices.layout is not layout:
             if in_graph:
-                raise RunError(
-                    "a step was captured without preparation",
-                    "call optimizer.prepare() before the capture",
-                )
+                raise unprepared()
             for row in rows:
                 if not rows_are_outermost(row.parameter):
                     raise PacelineError(

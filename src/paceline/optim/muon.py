@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import PacelineError
 from paceline.optim.base import BIAS_NORM, MasterOptimizer
 from paceline.optim.fused import FusedStep, LarsStep
 from paceline.optim.fused_muon import MuonStep, products_unavailable, rows_are_outermost
@@ -32,6 +32,7 @@ from paceline.optim.rule import (
     capturing,
     norms_of,
     read_hyper,
+    unprepared,
 )
 from paceline.optim.state import MASTER, MOMENTUM
 
@@ -176,10 +177,7 @@ class MuonRule(UpdateRule):
         if not chosen:
             return rows
         if self._own is None or len(self._own.values) != len(param_groups):
-            raise RunError(
-                "a step was captured without preparation",
-                "call optimizer.prepare() before the capture",
-            )
+            raise unprepared()
         if capturing(self._own.values.device):
             self._captured.append(self._own)
         averages: list[Tensor] = []

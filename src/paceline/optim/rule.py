@@ -125,6 +125,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def unprepared() -> RunError:
+    """Returns the error of a step that was captured before the memory of its tables was made."""
+    return RunError(
+        "a step was captured without preparation", "call optimizer.prepare() before the capture"
+    )
+
+
 def same_strides(left: Tensor, right: Tensor) -> bool:
     """Returns True if the memory layouts are equal, ignoring dimensions of size 1."""
     a, b = left.stride(), right.stride()

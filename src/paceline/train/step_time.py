@@ -14,6 +14,7 @@ from paceline.comm.group import Group
 from paceline.comm.tracing import COMPUTE, Timeline
 from paceline.config import RunConfig
 from paceline.data import Batch, BatchPlan, CorruptSample
+from paceline.data.prefetch import Closing
 from paceline.train.resolve import without_exchange
 from paceline.train.step_parts import create_parts, create_step
 from paceline.train.stop_signals import StopSignals
@@ -41,7 +42,7 @@ class StepTime:
     choices: dict[str, str]
 
 
-class SyntheticBatches:
+class SyntheticBatches(Closing):
     """An endless loader that repeats a few batches of random images, which stay on the device."""
 
     corrupt: tuple[CorruptSample, ...] = ()
@@ -75,12 +76,6 @@ class SyntheticBatches:
 
     def close(self) -> None:
         """Does nothing, because this loader has no resources to release."""
-
-    def __enter__(self) -> SyntheticBatches:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 def measure_step(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
@@ -21,6 +21,7 @@ from paceline.data.image import CorruptSample
 from paceline.data.loaders.create import create_eval_loader, create_train_loader
 from paceline.data.loaders.loader import EvalLoader, TrainLoader
 from paceline.data.order import BatchPlan, Stretch
+from paceline.data.prefetch import Closing
 from paceline.data.settings import DataSettings
 from paceline.data.sources.base import Source, Split, split_source
 from paceline.data.sources.opening import as_source
@@ -82,7 +83,7 @@ class EpochPlan(BatchPlan):
         return [(start + piece * length // pieces, start + (piece + 1) * length // pieces)]
 
 
-class ImageLoader:
+class ImageLoader(Closing):
     """Iterates over batches `(images, labels)`: normalized images in NCHW, and int64 labels.
 
     Each iteration runs from the current position to the end of the epoch, and the next iteration
@@ -297,12 +298,6 @@ class ImageLoader:
             self._evaluation.close()
         if self._opened:
             self.source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 def _check(name: str, value: object, valid: bool, remedy: str) -> None:

@@ -7,7 +7,7 @@ s.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from paceline.data.batch import Batch, Chunk, CorruptLog
 from paceline.data.decode.decoder import BatchInProgress, Decoder
 from paceline.data.image import CorruptSample
 from paceline.data.order import BatchPlan, Int64, SampleOrder
-from paceline.data.prefetch import Job, Prefetcher, Progress
+from paceline.data.prefetch import Closing, Job, Prefetcher, Progress
 
 # Number of micro-batches to prefetch.
 PREFETCH_BATCHES = 4
@@ -67,7 +67,7 @@ class EvalBatches(_Loader, Protocol):
     def __len__(self) -> int: ...
 
 
-class _Base(ABC, Generic[Samples]):
+class _Base(Closing, Generic[Samples]):
     """The common part of both loaders.
 
     `next` raises DataError if storage fails, or if more samples of this rank are corrupt than
@@ -110,15 +110,6 @@ class _Base(ABC, Generic[Samples]):
     @property
     def corrupt(self) -> tuple[CorruptSample, ...]:
         return self._log.reported
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 class TrainLoader(_Base[int]):
