@@ -8,6 +8,9 @@ from typing import Any
 from cli_runs import events
 from paceline.config import RunConfig
 from paceline.core.events import Event
+from paceline.models import ModelSettings, create_model
+from paceline.plan import ClusterFacts, FusionBucket, FusionPlan, ModelFacts, PlanFile
+from paceline.plan.wires import own_algorithm
 from paceline.train.run import RunOutcome, run_training
 from ranks import run_ranks
 
@@ -66,6 +69,21 @@ def summary_on_rank(rank: int, output: str, values: dict[str, Any]) -> dict[str,
 def run_on_ranks(ranks: int, output: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     """The summaries of all ranks of one run."""
     return run_ranks(ranks, summary_on_rank, str(output), values)
+
+
+def tiny_plan(wire: str, folder: Path, ranks: int) -> str:
+    """A plan file with all tensors of the small run's model in one bucket."""
+    net = create_model(
+        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
+    )
+    sizes = [(name, p.numel()) for name, p in net.named_parameters()]
+    own = own_algorithm(wire)
+    bucket = FusionBucket(
+        tuple(name for name, _ in sizes), own or "native", wire, "ring" if own else ""
+    )
+    path = folder / "plan.toml"
+    PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(ranks, 1)).write(path)
+    return str(path)
 
 
 def losses(folder: Path) -> list[float]:

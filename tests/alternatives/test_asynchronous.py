@@ -3,7 +3,6 @@ runs."""
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from cli_runs import events
 from comm.exchanges import joined
 from paceline.alternatives.asynchronous.parameter_server import (
     Clock,
@@ -22,13 +22,12 @@ from paceline.alternatives.asynchronous.parameter_server import (
 )
 from paceline.config import RunConfig
 from paceline.core.errors import PacelineError
-from paceline.core.events import read_events
 from paceline.train import run_training
 from paceline.train.components import Components
 from ranks import run_ranks
 from refusals import refused
 from small_runs import Silent, run_on_ranks, small_config
-from train.runs import StopAt, last
+from train.runs import AtStep, last
 
 SIZES = (5, 300, 20, 70)
 ROUNDS, RATE, MOMENTUM = 12, 0.1, 0.5
@@ -143,13 +142,12 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     assert first["steps"] == 7
     assert first["exchange_state_bytes"] > 0
     assert "asynchronous" in first["chosen"]["exchange"]
-    events = list(read_events(tmp_path / "a/metrics.jsonl"))
-    steps = [event for event in events if event["event"] == "step"]
+    steps = events(tmp_path / "a", "step")
     assert [event["step"] for event in steps] == list(range(1, 8))
     for event in steps[:-1]:
         assert sum(event["staleness"].values()) == 2
         assert all(int(stale) <= 3 for stale in event["staleness"])
-    assert sum(event["event"] == "eval" for event in events) == 2
+    assert len(events(tmp_path / "a", "eval")) == 2
     assert all(event["exposed_comm_s"] > 0 for event in steps)
     saved = tmp_path / "a/checkpoints/step-00000003.pt"
     again = run_on_ranks(2, tmp_path / "b", own | {"run__resume": str(saved)})[0]
@@ -164,8 +162,7 @@ def test_a_run_trains_evaluates_and_resumes(tmp_path: Path, values: dict[str, An
     if not values:
         sent = first["exchange_bytes_per_step"] / other["exchange_bytes_per_step"]
         assert sent == pytest.approx(2, rel=0.02), "weights come, and gradients go"
-    summary = json.loads((tmp_path / "a/summary.json").read_text())
-    assert summary["top1"] is not None
+    assert first["top1"] is not None
 
 
 def test_norms_of_muon_come_back_from_the_servers(tmp_path: Path) -> None:
@@ -179,7 +176,7 @@ def test_norms_of_muon_come_back_from_the_servers(tmp_path: Path) -> None:
 
 def _stopped(rank: int, output: str) -> str:
     config = small_config(output, run__epochs=4, **ASYNC)
-    return run_training(config, lambda: StopAt(3)).result.stopped_by
+    return run_training(config, lambda: AtStep(3)).result.stopped_by
 
 
 def test_a_stop_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:

@@ -187,15 +187,19 @@ def test_feedback_takes_the_bias_away() -> None:
     assert with_feedback < without / 8
 
 
+def decoded(values: Tensor, wire: str) -> Tensor:
+    packed = torch.empty(FORMATS[wire].packed_bytes(len(values)), dtype=torch.uint8)
+    assert packed.numel() == len(values) + 4 * len(values) // BLOCK
+    FORMATS[wire].encode(values, packed)
+    out = torch.empty(len(values))
+    FORMATS[wire].decode(packed, out)
+    return out
+
+
 @pytest.mark.parametrize("wire", EIGHT_BIT)
 def test_rounding_is_that_of_the_format(wire: str) -> None:
     values = torch.from_numpy(gradients(0, 0, 4096))
-    packed = torch.empty(FORMATS[wire].packed_bytes(4096), dtype=torch.uint8)
-    FORMATS[wire].encode(values, packed)
-    out = torch.empty(4096)
-    FORMATS[wire].decode(packed, out)
-    np.testing.assert_array_equal(out.numpy(), quantized(values.numpy(), wire))
-    assert packed.numel() == 4096 + 4 * 4096 // BLOCK
+    np.testing.assert_array_equal(decoded(values, wire).numpy(), quantized(values.numpy(), wire))
 
 
 @pytest.mark.parametrize("wire", EIGHT_BIT)
@@ -203,10 +207,7 @@ def test_rounding_is_that_of_the_format(wire: str) -> None:
 def test_a_number_that_is_not_finite_arrives_as_such(wire: str, bad: float) -> None:
     values = torch.ones(2 * BLOCK)
     values[3] = bad
-    packed = torch.empty(FORMATS[wire].packed_bytes(2 * BLOCK), dtype=torch.uint8)
-    FORMATS[wire].encode(values, packed)
-    out = torch.empty(2 * BLOCK)
-    FORMATS[wire].decode(packed, out)
+    out = decoded(values, wire)
     assert not torch.isfinite(out[3])
     torch.testing.assert_close(out[BLOCK:], torch.ones(BLOCK))
 

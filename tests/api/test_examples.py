@@ -64,24 +64,25 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
     assert "top-1" in printed or "Prediction" in printed
 
 
+def run_notebook(name: str, folder: Path, head: str = "") -> str:
+    cells = json.loads((EXAMPLES / name).read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    words = [sys.executable, "-c", "\n\n".join([head, *code])]
+    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True,
+                          timeout=250)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
-    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(),
-                          capture_output=True, text=True, timeout=250)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_notebook("quickstart.ipynb", tmp_path)
 
 
 def test_the_planners_notebook_runs_without_torch(tmp_path: Path) -> None:
-    cells = json.loads((EXAMPLES / "planner.ipynb").read_text())["cells"]
-    code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    code = f"import sys\nsys.modules['torch'] = None\n{code}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(),
-                          capture_output=True, text=True, timeout=250)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "images/s" in done.stdout
-    assert "1,759 images fit" in done.stdout
+    said = run_notebook("planner.ipynb", tmp_path, "import sys\nsys.modules['torch'] = None")
+    assert "images/s" in said
+    assert "1,759 images fit" in said
 
 
 def test_users_code_type_checks_and_its_mistakes_are_found(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,14 +271,11 @@ def draw_kinds(draw: random.Random, way: Way, left_out: dict[str, str]) -> list[
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, wanted: bool):  # type: ignore[no-untyped-def]
-    """`folder` as a disk of its own, where a trial fills it."""
-    if not wanted:
-        yield
-        return
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_MIB}m", "chaos", str(folder)]
+def small_disk(folder: Path, mib: int = TMPFS_MIB) -> Iterator[Path]:
+    """`folder` as a disk of its own, which a trial fills."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
     subprocess.run(mount, check=True, capture_output=True)
     try:
-        yield
+        yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)

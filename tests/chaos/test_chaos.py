@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,17 @@ import pytest
 
 from chaos.__main__ import table
 from chaos.trial import History, Reference
+from programs import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-ROOT = Path(__file__).parent.parent.parent
 REFERENCE = Reference(1.0, 0.2, {"steps": 9}, {step: 1 / step for step in range(1, 10)}, "")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # processes by the dozen, on a machine that may be busy
 def test_a_few_trials(tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)])
     out = tmp_path / "trials.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "chaos",
+    words = [
         "--seed",
         "3056",
         "--trials",
@@ -35,11 +29,12 @@ def test_a_few_trials(tmp_path: Path) -> None:
         "--ranks",
         "1",
         "2",
+        "--jobs",
+        "1",
+        "--out",
+        str(out),
     ]
-    done = subprocess.run(
-        [*command, "--out", str(out), "--jobs", "1"], env=os.environ | {"PYTHONPATH": paths},
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "chaos", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(record["trial"] for record in records) == [0, 1, 2]

@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import struct
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ class Trial:
         }  # fmt: skip
         self.history = History(self.folder / "run", self.references[str(self.way)])
         clock = Stopwatch()
-        with small_disk(self.folder, "full disk" in kinds):
+        with small_disk(self.folder) if "full disk" in kinds else nullcontext():
             for number, kind in enumerate(kinds):
                 self.record["attempts"].append(self._attempt(number, kind, draw))
                 if self.violations or (self.folder / "run/summary.json").exists():

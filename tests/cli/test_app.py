@@ -6,8 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,8 @@ import faults
 from cli_runs import Call, run, small, summary
 from paceline.cli import app
 from paceline.version import __version__
+from programs import run_python
 from report.made_up_runs import write_ablation, write_run
-
-SOURCE = Path(app.__file__).parents[2]
-
-
-def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True, check=False
-    )
 
 
 def test_the_version(call: Call) -> None:
@@ -98,7 +88,7 @@ def test_a_training_imports_neither_the_compiler_nor_triton(tmp_path: Path) -> N
         "found = {'torch._dynamo', 'torch._inductor', 'sympy', 'triton'} & set(sys.modules)\n"
         "sys.exit(code or ', '.join(sorted(found)) or 0)"
     )
-    done = python(code, tmp_path)
+    done = run_python("-c", code, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "run/summary.json").is_file()
 
@@ -111,7 +101,7 @@ def test_without_torch_pillow_and_safetensors(tmp_path: Path) -> None:
         "compare runs --html compare.html", "doctor", "train --help",
         "predict runs/sgd-0 a.jpg",
     ]  # fmt: skip
-    done = python(f"import sys; sys.argv.append({json.dumps(commands)!r})\n{BLOCKED}", tmp_path)
+    done = run_python("-c", BLOCKED, json.dumps(commands), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found: dict[str, tuple[int, str]] = json.loads(done.stdout)
     assert {name: code for name, (code, _) in found.items()} == {
@@ -136,7 +126,7 @@ def test_ctrl_c_while_the_interpreter_ends_shows_no_traceback(tmp_path: Path) ->
         "sys.argv = ['paceline', '--version']\n"
         "main()\n"
     )
-    done = python(program, tmp_path)
+    done = run_python("-c", program, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 

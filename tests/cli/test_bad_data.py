@@ -150,15 +150,6 @@ def test_it_is_skipped_and_counted_alike_across_a_resume(whole: Whole, tmp_path:
         assert resumed[name] == ended[name], name
 
 
-def test_it_is_counted_once_however_many_ranks_meet_it(whole: Whole, tmp_path: Path) -> None:
-    arguments = small_on(whole[0] / "data", "--output", "run", "--epochs", "4", *TWO_ALLOWED)
-    assert [rank.code for rank in run_two(arguments, tmp_path)] == [0, 0]
-    order = SampleOrder(40, seed=0)
-    places = [order.permutation(epoch).tolist().index(17) for epoch in range(4)]
-    assert len({place % 8 // 4 for place in places}) == 2, "both ranks meet it"
-    assert summary(tmp_path / "run")["corrupt_samples"] == 2
-
-
 @pytest.mark.parametrize(
     ("corrupt", "share", "words"),
     [

@@ -11,14 +11,10 @@ import torch
 
 import faults
 from cli_runs import Call, Done, run_two, small, started_ranks
-from paceline.alternatives.eight_bit.wires import ALL_TO_ALL
-from paceline.models.registry import create_model
-from paceline.models.settings import ModelSettings
-from paceline.plan.fusion_plan import FusionBucket, FusionPlan
-from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-from paceline.plan.schedules import NATIVE
+from paceline.plan.plan_file import ClusterFacts, PlanFile
 from paceline.plan.size_table import SizeTable
 from paceline.train.step_time import step_seconds
+from small_runs import tiny_plan
 
 HYBRID = (
     "--set", "comm.algorithm=hybrid", "--set", "comm.hybrid.sizes=64", "--set", "comm.fusion_mib=0.25",
@@ -107,13 +103,8 @@ def test_a_dry_run_counts_the_ranks_that_it_is_given(call: Call, tmp_path: Path)
     ],
 )
 def test_a_dry_run_refuses_wires_of_a_plan(call: Call, flags: str) -> None:
-    model = create_model(ModelSettings("resnet_tiny"), num_classes=4, in_channels=1, image_size=28)
-    sizes = [(name, p.numel()) for name, p in model.named_parameters()]
-    bucket = FusionBucket(
-        tuple(name for name, _ in sizes), algorithm=ALL_TO_ALL, wire="int8", beside=NATIVE
-    )
-    PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(2, 1)).write(Path("p.toml"))
-    done = call(*small("--set", "comm.plan=p.toml", "--dry-run", *flags.split()))
+    tiny_plan("int8", Path(), 2)
+    done = call(*small("--set", "comm.plan=plan.toml", "--dry-run", *flags.split()))
     assert "comm.plan" in done.error_line()
     assert "buckets in int8" in done.error_line()
     assert done.code == 2

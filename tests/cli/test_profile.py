@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,9 @@ from paceline.plan import PlanFile
 from paceline.planner.plan_parts import required_profile
 
 
-def ask(*flags: str) -> str:
-    found = CliRunner().invoke(
-        app, ["profile", *flags], catch_exceptions=False, standalone_mode=False
-    )
-    return found.output
+def ask(*flags: str, command: str = "profile") -> str:
+    words = [command, *flags]
+    return CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False).output
 
 
 def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
@@ -31,16 +30,10 @@ def test_a_step_is_measured_and_planned_with(tmp_path: Path) -> None:
     assert ready == sorted(ready)
     with pytest.raises(ConfigError, match="exists already"):
         ask(*flags)
-    planned = CliRunner().invoke(
-        app, ["plan", "--profile", str(file), "--nodes", "2", "--gpus-per-node", "1", "--json"],
-        catch_exceptions=False, standalone_mode=False,
-    )  # fmt: skip
-    assert '"images_per_s"' in planned.output
+    plan = partial(ask, "--profile", str(file), command="plan")
+    assert '"images_per_s"' in plan("--nodes", "2", "--gpus-per-node", "1", "--json")
     with pytest.raises(ConfigError, match="model of the profile, resnet_tiny"):
-        CliRunner().invoke(
-            app, ["plan", "--profile", str(file), "--model", "alexnet"], catch_exceptions=False,
-            standalone_mode=False,
-        )  # fmt: skip
+        plan("--model", "alexnet")
 
 
 @pytest.mark.parametrize(

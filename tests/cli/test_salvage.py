@@ -91,21 +91,14 @@ def test_its_statistics_are_those_of_the_last_completed_step(
         assert alone.model[name].equal(value), name
 
 
-NOTHING: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "that step is saved": (in_step(3), ()),
-    "no step is done": (in_step(0), ()),
-}
-
-
-@pytest.mark.parametrize(("fault", "more"), NOTHING.values(), ids=NOTHING)
-def test_nothing_is_salvaged(tmp_path: Path, fault: Any, more: tuple[str, ...]) -> None:
-    lose(tmp_path, 1, fault, *more).error_line()
+@pytest.mark.parametrize("step", [0, 3], ids=["no step is done", "that step is saved"])
+def test_nothing_is_salvaged(tmp_path: Path, step: int) -> None:
+    lose(tmp_path, 1, in_step(step)).error_line()
     assert salvaged(tmp_path) == []
 
 
 def test_a_step_that_is_under_way_counts(tmp_path: Path, reference: Reference) -> None:
-    kill = in_step(5)
-    lose(tmp_path, 1, kill, both=faults.lag)
+    lose(tmp_path, 1, in_step(5), both=faults.lag)
     assert salvaged(tmp_path) == ["step-00000005.salvaged.pt"]
     run_two([*ARGUMENTS, "--resume", "auto"], tmp_path)
     assert summary(tmp_path / "run")["weights_sha256"] == undisturbed(reference)["weights_sha256"]
@@ -123,8 +116,7 @@ def test_a_rank_lost_in_an_evaluation(tmp_path: Path, reference: Reference) -> N
 def test_the_lowest_of_several_saves_and_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     # Batches of 12: three ranks with a micro-batch of 4 each.
     arguments = [*ARGUMENTS, "--global-batch-size", "12"]
-    kill = in_step(4, 0)
-    with started_ranks([arguments] * 3, tmp_path, [kill, None, None]) as ranks:
+    with started_ranks([arguments] * 3, tmp_path, [in_step(4, 0), None, None]) as ranks:
         codes = [process.wait().code for process in ranks]
     assert codes[0] == -signal.SIGKILL
     assert 0 not in codes

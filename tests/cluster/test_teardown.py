@@ -22,9 +22,9 @@ needs_machine = pytest.mark.usefixtures("_machine")
 
 
 @contextlib.contextmanager
-def owner(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str], list[int]]]:
+def owner() -> Iterator[tuple[subprocess.Popen[str], list[str], list[int]]]:
     """A process with a cluster, the names of its namespaces, and the processes in them."""
-    command = [sys.executable, str(PROGRAMS / "owner_program.py"), *arguments]
+    command = [sys.executable, str(PROGRAMS / "owner_program.py")]
     env = os.environ | RANK_ENV
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as process:
         try:

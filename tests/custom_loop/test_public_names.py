@@ -6,8 +6,6 @@ import doctest
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 import paceline as pl
 from paceline.core.errors import ConfigError
+from programs import run_python
 
 OWN = {
     "custom_loop.checkpointer": ("Checkpointer",),
@@ -34,12 +33,6 @@ def test_the_examples_of_the_docstrings_run(module: str) -> None:
     assert doctest.testmod(found).failed == 0
 
 
-def _run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_page_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parents[2] / "docs" / "custom-loops.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
@@ -50,7 +43,7 @@ def test_the_page_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_predictions_need_no_torch_and_importing_every_part_starts_no_cuda() -> None:
-    out = _run(
+    code = (
         "import sys, json, paceline as pl\n"
         "found = pl.predict_scaling('resnet50', accelerator='h100', nodes=4, gpus_per_node=8)\n"
         "print(json.dumps([found.ranks, found.images_per_s, found.describe()]))\n"
@@ -58,7 +51,9 @@ def test_predictions_need_no_torch_and_importing_every_part_starts_no_cuda() -> 
         "for name in pl.__all__: getattr(pl, name)\n"
         "import torch; assert not torch.cuda.is_initialized()"
     )
-    ranks, speed, table = json.loads(out)
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+    ranks, speed, table = json.loads(done.stdout)
     assert ranks == 32
     assert speed > 32 * 1000
     assert "node_gbps" in table

@@ -246,14 +246,8 @@ def _load_idx(path: Path) -> None:
     read_idx(path, 3)
 
 
-def _read_folder(path: Path) -> None:
-    source = open_layout(DataSettings(source="folder", dir=str(path.parents[2])), "train")
-    source.read(0)
-
-
-def _read_shard(path: Path) -> None:
-    source = open_layout(DataSettings(source="shards", dir=str(path.parent)), "train")
-    source.read(0)
+def _read_first(kind: str, folder: Path) -> None:
+    open_layout(DataSettings(source=kind, dir=str(folder)), "train").read(0)
 
 
 def _inspect_shard(path: Path) -> None:
@@ -276,9 +270,9 @@ _READERS: tuple[tuple[str, Callable[[Path], Any]], ...] = (
     ("train_labels.json", read_labels),
     ("train-images-idx3-ubyte", _load_idx),
     ("train-images-idx3-ubyte.gz", _load_idx),
-    ("data/train/a/1.png", _read_folder),
-    ("train-0.tar", _read_shard),
-    ("train-0.tar.gz", _read_shard),
+    ("data/train/a/1.png", lambda path: _read_first("folder", path.parents[2])),
+    ("train-0.tar", lambda path: _read_first("shards", path.parent)),
+    ("train-0.tar.gz", lambda path: _read_first("shards", path.parent)),
     ("train-0.tar", _inspect_shard),
     ("run/metrics.jsonl", lambda path: RunFiles.read(path.parent)),
     ("run/summary.json", lambda path: RunFiles.read(path.parent)),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from data.region.mutations import seed_jpegs
 from fuzz.target import MIB, Seed, Target
 from paceline.data import (
     CorruptImage,
@@ -107,24 +107,7 @@ def _exif(orientation: int) -> bytes:
 
 
 def _jpegs() -> list[Seed]:
-    cmyk = io.BytesIO()
-    Image.fromarray(_pixels(40, 4), "CMYK").save(cmyk, "JPEG")
-    made = [
-        _encoded("JPEG", quality=80),
-        _encoded("JPEG", quality=90, progressive=True),
-        _encoded("JPEG", bands=1, quality=70),
-        _encoded("JPEG", quality=60, subsampling=0, restart_marker_blocks=2),
-        _encoded("JPEG", exif=_exif(6), comment=b"x" * 50),
-        _encoded("JPEG", exif=_exif(1), icc_profile=b"\0" * 200),
-        _encoded("JPEG", xmp=b"<x:xmpmeta tiff:Orientation='3'/>"),
-        cmyk.getvalue(),
-    ]
-    # A Photoshop block, as image editors leave it.
-    block = b"Photoshop 3.0\x008BIM\x03\xed\0\0\0\0\0\x10" + struct.pack(
-        ">IHHIHH", 72 << 16, 1, 1, 72 << 16, 1, 1
-    )
-    made.append(made[0][:2] + b"\xff\xed" + struct.pack(">H", len(block) + 2) + block + made[0][2:])
-    return [Seed(f"{i}.jpg", content) for i, content in enumerate(made)]
+    return [Seed(f"{i}.jpg", content) for i, content in enumerate(seed_jpegs(40))]
 
 
 def _images() -> list[Seed]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import json
 import random
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ from paceline.config import RunConfig
 from paceline.custom_loop.checkpointer import Checkpointer
 from paceline.models.pretrained import load_pretrained
 from paceline.train.checkpoint import FORMAT, VERSION, Checkpoint, content_hash
-from paceline.train.run_state import Progress
 from paceline.train.weights import checkpoint_weights
+from train.runs import made_checkpoint
 
 
 def weight_targets() -> Sequence[Target]:
@@ -43,9 +41,10 @@ def weight_targets() -> Sequence[Target]:
         Seed("w.pth", _saved(small)),
         Seed("old.pt", _saved(small, _use_new_zipfile_serialization=False)),
     ]
+    sound = bytes(made_checkpoint(config=RunConfig().to_tables()).to_bytes())
     return [
         Target("weights", weights, pretrained, 8),
-        Target("checkpoint", [Seed("step-00000005.pt", _checkpoint_bytes())], _checkpoint, 5),
+        Target("checkpoint", [Seed("step-00000005.pt", sound)], _checkpoint, 5),
         Target("checkpoint signed", [Seed("step-00000005.pt", b"0" * 64)], _signed, 5),
         Target("own loop", [Seed("rank-0.pt", b"0" * 64)], _own_loop, 3),
     ]
@@ -55,33 +54,6 @@ def _saved(content: object, **options: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(content, stream, **options)
     return stream.getvalue()
-
-
-def _parts() -> dict[str, Any]:
-    return {
-        "progress": asdict(Progress(step=5, top1=12.5, resumes=[3])),
-        "config": RunConfig().to_tables(),
-        "world_size": 2,
-        "threads": 1,
-        "plan": {"buffer": [{"tensors": ["w"], "algorithm": "native", "wire": "auto"}]},
-        "model": {"w": torch.arange(12.0).reshape(3, 4)},
-        "batch_norm": {
-            "rows": torch.rand(2, 2, 4), "names": ["bn"], "widths": [4],
-            "tracked": torch.tensor([[5], [3]]),
-        },
-        "optimizer": {"state": {0: {"momentum_buffer": torch.rand(6)}}, "param_groups": [{"lr": 1}]},
-        "precision": {"scale": 1024.0, "quiet_steps": 7.0},
-        "sampler": {"position": 80},
-        "schedule": {"peak_lr": 0.1},
-        "rng": {"seed": 0},
-        "classes": ["ant", "bee"],
-        "versions": {"torch": "2"},
-        "average": {},
-    }  # fmt: skip
-
-
-def _checkpoint_bytes() -> bytes:
-    return bytes(Checkpoint(**_parts()).to_bytes())
 
 
 def _use(content: bytes, name: str) -> None:
@@ -120,6 +92,6 @@ def _own_loop(content: bytes, name: str, folder: Path) -> None:
 def _signed(content: bytes, name: str, folder: Path) -> None:
     """Other values and types under a right checksum; the content only seeds the changes."""
     rng = random.Random(content)
-    table = mutate_tree(rng, copy.deepcopy(_parts()), dates=False)
+    table = mutate_tree(rng, vars(made_checkpoint(config=RunConfig().to_tables())), dates=False)
     head = {"format": FORMAT, "version": VERSION, "sha256": content_hash(table)}
     _use(_saved({**head, **table}), name)

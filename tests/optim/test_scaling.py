@@ -31,6 +31,7 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.resolve import Facts, resolve
 from ranks import run_ranks
+from refusals import refused
 from small_runs import run_small
 
 SGD = OptimSettings(lr_base=0.2, nesterov=True, weight_decay=5e-4, warmup_epochs=5)
@@ -354,9 +355,8 @@ def test_what_the_user_gives_stays_and_the_rest_follows_it() -> None:
 def test_outside_of_the_range_it_refuses_in_one_line(
     recipe: Recipe, target: Target, field: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(field) as caught:
         scale_recipe(recipe, target)
-    assert caught.value.field == field
     assert "\n" not in str(caught.value)
 
 
@@ -506,9 +506,8 @@ def test_muon_has_the_decay_of_a_recipe_for_adam_without_a_rate(
     assert optim.lr is not None
     shrinks = 2 * optim.lr * optim.weight_decay  # at the whole batch, four times the first
     assert shrinks == pytest.approx(2000 / 128 * rate * 0.05, rel=1e-2)
-    with pytest.raises(ConfigError, match="only for batches above 128; use --opt adamw") as caught:
+    with refused("optim.name", "only for batches above 128; use --opt adamw"):
         resolve_for(auto(str(recipe), optim__name="muon"), 12_000, 1)
-    assert caught.value.field == "optim.name"
 
 
 def test_a_resumed_run_remembers_that_it_began_with_given_weights(adamw_recipe: str) -> None:
@@ -527,9 +526,8 @@ def test_a_recipe_without_a_known_batch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text("[optim]\nlr = 0.1\n")
     config = auto(str(path), run__global_batch_size=512)
-    with pytest.raises(ConfigError) as caught:
+    with refused("optim.known_good_batch"):
         resolve_for(config, 50_000, 1)
-    assert caught.value.field == "optim.known_good_batch"
     known = auto(str(path), run__global_batch_size=512, optim__known_good_batch=128)
     assert resolve_for(known, 500_000, 1)[0].optim.lr == pytest.approx(0.4)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,10 @@ from paceline.core.events import EvalEvent, NoteEvent, StepEvent
 from paceline.rehearsal.strategy import VirtualStatistics
 from paceline.report import RunFiles, summary_rows, verdict
 from paceline.train.batch_norm import pool
-from paceline.train.components import Components
-from paceline.train.run import run_training
 from ranks import run_ranks
 from refusals import refused
-from small_runs import Silent, run_small, small_config
+from small_runs import run_on_ranks, run_small, tiny_plan
 from train.runs import EVERY_STEP, last, stop_after, watched
-
-
-def _real(rank: int, folder: str, values: dict[str, Any]) -> str:
-    return str(run_small(folder, **values).summary["weights_sha256"])
 
 
 def rehearsed(ranks: int, **settings: Any) -> dict[str, Any]:
@@ -49,10 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("ranks", "case"), [(2, "native"), (4, "native"),
     (4, "hierarchical in fp16"), (4, "halving in bf16, averaged")])  # fmt: skip
 def test_a_rehearsal_ends_with_the_bits_of_its_ranks(tmp_path: Path, ranks: int, case: str) -> None:
-    real = run_ranks(ranks, _real, str(tmp_path / "real"), CASES[case])[0]
+    there = run_on_ranks(ranks, tmp_path / "real", CASES[case])[0]
     found = run_small(tmp_path / "rehearsed", **CASES[case], **rehearsed(ranks)).summary
-    assert found["weights_sha256"] == real
-    there = json.loads((tmp_path / "real/summary.json").read_text())
+    assert found["weights_sha256"] == there["weights_sha256"]
     assert found["world_size"] == there["world_size"] == ranks
     assert found["top1"] == there["top1"]
     assert found["val_loss"] == pytest.approx(there["val_loss"], rel=1e-6)
@@ -93,26 +85,6 @@ FULL_GRADIENTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def plan_in(wire: str, folder: Path, ranks: int) -> str:
-    """A plan file with all of resnet_tiny's tensors in one bucket."""
-    from paceline.models.registry import create_model
-    from paceline.models.settings import ModelSettings
-    from paceline.plan.fusion_plan import FusionBucket, FusionPlan
-    from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile
-    from paceline.plan.wires import own_algorithm
-
-    net = create_model(
-        ModelSettings(name="resnet_tiny"), num_classes=4, in_channels=1, image_size=12
-    )
-    sizes = [(name, p.numel()) for name, p in net.named_parameters()]
-    names = tuple(name for name, _ in sizes)
-    own = own_algorithm(wire)
-    bucket = FusionBucket(names, own or "native", wire, "ring" if own else "")
-    path = folder / "plan.toml"
-    PlanFile(FusionPlan((bucket,)), ModelFacts.of(sizes), ClusterFacts(ranks, 1)).write(path)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("wire", "values"),
     [
@@ -127,19 +99,15 @@ def test_wires_of_a_plan_are_refused_as_those_of_the_settings(
 ) -> None:
     """They are known only once the plan file is read."""
     with refused("comm.plan", wire):
-        run_small(tmp_path / "a", comm__plan=plan_in(wire, tmp_path, 1), **values)
-
-
-def _resumed(rank: int, folder: str, saved: str) -> str:
-    return str(run_small(folder, run__resume=saved).summary["weights_sha256"])
+        run_small(tmp_path / "a", comm__plan=tiny_plan(wire, tmp_path, 1), **values)
 
 
 def test_the_cluster_continues_what_was_rehearsed(tmp_path: Path) -> None:
     """A checkpoint of virtual ranks is that of as many real ones."""
     whole = run_small(tmp_path / "a", **rehearsed(2), **EVERY_STEP).summary
     saved = str(tmp_path / "a/checkpoints/step-00000003.pt")
-    found = run_ranks(2, _resumed, str(tmp_path / "b"), saved)
-    assert found == [whole["weights_sha256"]] * 2
+    found = run_on_ranks(2, tmp_path / "b", {"run__resume": saved})
+    assert {one["weights_sha256"] for one in found} == {whole["weights_sha256"]}
 
 
 def profile(folder: Path, image_size: int = 12, prefix: str = "") -> str:
@@ -224,24 +192,6 @@ def test_a_model_that_the_planner_does_not_know_is_counted(tmp_path: Path) -> No
     found = outcome.summary["rehearsal"]
     assert 0 < found["step_s"] < 0.1
     assert found["energy_kwh"] > 0
-
-
-class _Looks(nn.Module):
-    """A model that decides by the values of its input, which the meta device does not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(12 * 12, 4)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.fc(images.flatten(1))
-        return found if images.mean() > -100 else -found
-
-
-def test_a_model_that_cannot_be_counted_needs_a_profile(tmp_path: Path) -> None:
-    config = small_config(tmp_path / "a", **rehearsed(2, gpu="H100"))
-    with refused("run.rehearsal.gpu", "does not run on the meta device"):
-        run_training(config, Silent, components=Components(model=_Looks()))
 
 
 @pytest.mark.parametrize(

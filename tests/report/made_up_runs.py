@@ -50,11 +50,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def append_text(folder: Path, text: str, name: str = "metrics.jsonl") -> None:
+    with (folder / name).open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
 def append(folder: Path, *events: Event) -> None:
-    with (folder / "metrics.jsonl").open("a") as file:
-        for event in events:
-            # The records of made-up runs are a tenth of a second apart.
-            file.write(json.dumps({**event.to_dict(), "time": BEGAN + 81}) + "\n")
+    for event in events:
+        # The records of made-up runs are a tenth of a second apart.
+        append_text(folder, json.dumps({**event.to_dict(), "time": BEGAN + 81}) + "\n")
 
 
 @contextlib.contextmanager

@@ -117,16 +117,10 @@ def planned_run(
     path.mkdir()
     (path / "config.toml").write_text("")
     for rank, wait in enumerate(waits):
-        rows: list[dict[str, Any]] = [
-            {"event": "start", "step": 0, "total_steps": 10, "world_size": len(waits), "time": 1.0}
-        ]
-        rows += [
-            {"event": "step", "step": n + 1, "step_s": step_s, "data_s": data_s, "loss": 1.0,
-             "exposed_comm_s": wait, "time": 2.0 + n}
-            for n in range(10)
-        ]  # fmt: skip
+        own = {"step_s": step_s, "data_s": data_s, "exposed_comm_s": wait}
+        events = [start(world_size=len(waits)), *(step(n, **own) for n in range(1, 11))]
         name = "metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl"
-        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_events(path / name, events)
     work, cluster = made_workload(), made_cluster(2, 1)
     plan = best_plan(work, cluster, 16)
     model = ModelFacts.of((g.name, g.elements) for g in work.gradients)

@@ -11,17 +11,12 @@ from paceline.core.events import CheckpointEvent, CorruptEvent, NoteEvent, StopE
 from paceline.report import RunFiles
 from paceline.report.records import CAUSES, Record, RecordLog
 from report.conftest import MakeRun
-from report.made_up_runs import SUMMARY, evaluation, start, step
+from report.made_up_runs import SUMMARY, append_text, evaluation, start, step
 
 
 def steps(run: RunFiles, rank: int = 0) -> list[tuple[int, float]]:
     found = run.steps(rank)
     return list(zip(found.number.tolist(), found["loss"].tolist(), strict=True))
-
-
-def append(folder: Path, *lines: str) -> None:
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)
 
 
 def fails(path: Path) -> DataError:
@@ -138,7 +133,7 @@ def test_a_cut_last_line_and_kinds_of_a_later_version_do_no_harm(make_run: MakeR
     file.write_bytes(file.read_bytes()[:-20])
     assert steps(RunFiles.read(folder)) == [(1, 1.0)]
     other = make_run([start(), step(1)], name="later")
-    append(other, '{"event": "from the future"}')
+    append_text(other, '{"event": "from the future"}\n')
     assert len(RunFiles.read(other).events) == 2
 
 
@@ -146,7 +141,9 @@ def test_values_that_are_no_numbers_are_left_out(make_run: MakeRun) -> None:
     folder = make_run([start(), step(1, 2.5)])
     values = ("null", '"3"', "true", "1e200", "-1e-200")
     for number, value in enumerate(values, start=2):
-        append(folder, f'{{"event": "step", "step": {number}, "loss": {value}, "epoch": 0.5}}')
+        append_text(
+            folder, f'{{"event": "step", "step": {number}, "loss": {value}, "epoch": 0.5}}\n'
+        )
     run = RunFiles.read(folder)
     curve = run.step_curve("loss")
     assert curve.value.tolist() == run.steps().known("loss").tolist() == [2.5, 0.0]
@@ -177,7 +174,7 @@ def test_what_is_no_run_folder_is_named(make_run: MakeRun, tmp_path: Path) -> No
 )
 def test_a_damaged_record_is_named_by_its_line(make_run: MakeRun, line: str) -> None:
     folder = make_run([start()])
-    append(folder, line)
+    append_text(folder, line + "\n")
     assert "metrics.jsonl: line 2" in fails(folder).cause
 
 

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.comm import heartbeats
+from programs import run_python
 from scale.__main__ import problem
 from scale.forked_job import RankResult, Scenario
 from scale.training_job import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and reads load averages")
-ROOT = Path(__file__).parent.parent.parent
 
 
 def run_scale(*arguments: str, limit_s: float = 250) -> list[dict[str, Any]]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, "-m", "scale", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        timeout=limit_s,
-    )
+    done = run_python("-m", "scale", *arguments, timeout_s=limit_s)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, (done.stderr, [record["broken"] for record in records])
     return records
@@ -66,12 +56,6 @@ def test_steps_of_9_ranks_make_no_request_to_the_store_and_write_no_file() -> No
     assert sum(row["requests"] for row in found) == 0
     assert sum(row["files"] for row in found if row["rank"]) == 0
     assert all(row["steps"] > 0 for row in found), "or nothing was counted"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_256_ranks_in_every_kind_of_trouble() -> None:
-    run_scale("--ranks", "256", "--timeout", "10", limit_s=800)
 
 
 @pytest.mark.parametrize(

@@ -24,28 +24,9 @@ from paceline.train.checkpoint import (
     set_aside,
     write_atomically,
 )
+from train.runs import made_checkpoint
 
 PATH = Path("step-00000005.pt")
-
-
-def checkpoint(**changes: Any) -> Checkpoint:
-    parts: dict[str, Any] = {
-        "progress": {"step": 5, "top1": 12.5, "resumes": [3]},
-        "config": {"run": {"seed": 0}},
-        "world_size": 2,
-        "threads": 1,
-        "plan": {"buffer": []},
-        "model": {"w": torch.arange(600.0).reshape(2, 3, 10, 10), "b": torch.zeros(0)},
-        "batch_norm": {"rows": torch.arange(16.0).reshape(2, 2, 4), "tracked": torch.tensor(5)},
-        "optimizer": {"state": {0: {"momentum_buffer": torch.ones(6)}}, "param_groups": [{"lr": 1}]},
-        "precision": {"scale": 1024.0, "quiet_steps": 7.0},
-        "sampler": {"position": 80},
-        "schedule": {"peak_lr": 0.1},
-        "rng": {"seed": 0},
-        "classes": ["ant", "bee"],
-        "versions": {"torch": "2"},
-    }  # fmt: skip
-    return Checkpoint(**parts | changes)
 
 
 def digest(of: Checkpoint) -> str:
@@ -59,7 +40,7 @@ def saved_as(table: dict[str, Any]) -> bytes:
 
 
 def test_round_trip_and_plain_torch_can_read_it(tmp_path: Path) -> None:
-    saved = checkpoint()
+    saved = made_checkpoint()
     saved.write(tmp_path / PATH)
     found = Checkpoint.read(tmp_path / PATH)
     assert digest(found) == digest(saved)
@@ -69,10 +50,10 @@ def test_round_trip_and_plain_torch_can_read_it(tmp_path: Path) -> None:
 
 
 def test_the_hash_covers_every_part_but_not_strides() -> None:
-    base = checkpoint()
+    base = made_checkpoint()
     weight = base.model["w"]
     nhwc = weight.to(memory_format=torch.channels_last)
-    assert digest(checkpoint(model={**base.model, "w": nhwc})) == digest(base)
+    assert digest(made_checkpoint(model={**base.model, "w": nhwc})) == digest(base)
     others: tuple[dict[str, Any], ...] = (
         {"world_size": 3},
         {"precision": {**base.precision, "scale": 512.0}},
@@ -83,12 +64,12 @@ def test_the_hash_covers_every_part_but_not_strides() -> None:
         {"model": {"v": weight, "b": base.model["b"]}},
         {"classes": ["an", "tbee"]},
     )
-    digests = {digest(checkpoint(**change)) for change in others}
+    digests = {digest(made_checkpoint(**change)) for change in others}
     assert len(digests | {digest(base)}) == len(others) + 1
 
 
 def test_a_flipped_byte_is_refused_or_was_padding() -> None:
-    saved = checkpoint()
+    saved = made_checkpoint()
     content, refused = bytes(saved.to_bytes()), []
     for place in range(0, len(content), 9):
         damaged = bytearray(content)
@@ -105,11 +86,11 @@ def test_a_flipped_byte_is_refused_or_was_padding() -> None:
 @pytest.mark.parametrize("length", [0, 1, 100, 3000, -1])
 def test_a_truncated_file_is_damaged(length: int) -> None:
     with pytest.raises(DamagedCheckpointError):
-        Checkpoint.from_bytes(bytes(checkpoint().to_bytes())[:length], PATH)
+        Checkpoint.from_bytes(bytes(made_checkpoint().to_bytes())[:length], PATH)
 
 
 def test_formats_and_missing_parts() -> None:
-    table = torch.load(io.BytesIO(checkpoint().to_bytes()), weights_only=True)
+    table = torch.load(io.BytesIO(made_checkpoint().to_bytes()), weights_only=True)
     later = "use the Paceline version that wrote it"
     for change, kind, remedy in (
         ({"version": VERSION + 1, "rng": {}}, CheckpointError, later),
@@ -125,7 +106,7 @@ def test_formats_and_missing_parts() -> None:
         assert remedy in caught.value.remedy
     # Format 3 had no exchange, format 4 no strategy.
     for version, part in ((3, "exchange"), (4, "strategy")):
-        old = {name: value for name, value in vars(checkpoint()).items() if name != part}
+        old = {name: value for name, value in vars(made_checkpoint()).items() if name != part}
         head = {"format": "paceline-checkpoint", "version": version, "sha256": content_hash(old)}
         with pytest.raises(CheckpointError) as caught:
             Checkpoint.from_bytes(saved_as(head | old), PATH)
@@ -142,7 +123,7 @@ def test_formats_and_missing_parts() -> None:
 )  # fmt: skip
 def test_other_types_with_a_correct_hash_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="missing or has the wrong type"):
-        Checkpoint.from_bytes(bytes(checkpoint(**changes).to_bytes()), PATH)
+        Checkpoint.from_bytes(bytes(made_checkpoint(**changes).to_bytes()), PATH)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -16,26 +16,23 @@ import torch
 
 from cli_runs import steps
 from paceline.core.errors import CheckpointError
-from paceline.core.events import CheckpointEvent, NoteEvent, StepEvent
+from paceline.core.events import CheckpointEvent, NoteEvent
 from paceline.train import Checkpoint, run_training
 from paceline.train.checkpoint import content_hash
 from paceline.train.checkpoint_writer import CheckpointWriter, HostCopy
 from paceline.train.run_state import RunState
 from ranks import run_ranks
 from small_runs import Silent, small_config
-from train.runs import EVERY_STEP, watched
+from train.runs import EVERY_STEP, AtStep, made_checkpoint, watched
 
 
 def checkpoint(step: int = 3, **parts: Any) -> Checkpoint:
     weight = torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
-    given: dict[str, Any] = {
-        "progress": {"step": step}, "config": {}, "world_size": 1, "threads": 1, "plan": {},
-        "model": {"weight": weight, "tied": weight}, "batch_norm": {"rows": torch.ones(1, 2, 3)},
-        "optimizer": {"state": {0: {"momentum": torch.zeros(3)}}, "param_groups": [{"params": [0]}]},
-        "precision": {}, "sampler": {}, "schedule": {}, "rng": {}, "classes": ["a"],
-        "versions": {}, "callbacks": {"0:X": {"seen": [torch.ones(2), 1]}},
+    given = {
+        "progress": {"step": step}, "model": {"weight": weight, "tied": weight},
+        "callbacks": {"0:X": {"seen": [torch.ones(2), 1]}},
     }  # fmt: skip
-    return Checkpoint(**(given | parts))
+    return made_checkpoint(**given | parts)
 
 
 def test_the_copy_is_equal_and_independent_and_its_memory_is_kept() -> None:
@@ -44,7 +41,7 @@ def test_the_copy_is_equal_and_independent_and_its_memory_is_kept() -> None:
     assert first.to_bytes().tobytes() == made.to_bytes().tobytes()
     assert first.model["weight"].stride() == made.model["weight"].stride()
     assert first.model["tied"] is first.model["weight"]
-    for part in (made.model["weight"], made.optimizer["state"][0]["momentum"]):
+    for part in (made.model["weight"], made.optimizer["state"][0]["momentum_buffer"]):
         part.add_(1)
     made.callbacks["0:X"]["seen"].append(2)
     assert float(first.model["weight"].sum()) == float(torch.arange(24.0).sum())
@@ -161,14 +158,8 @@ EVERY_OTHER_STEP: dict[str, Any] = {
 def _full_disk(rank: int, folder: str) -> tuple[str, int]:
     """The second checkpoint finds no space, later than the step after it has begun."""
 
-    class Display(Silent):
-        def on_event(self, event: Any) -> None:
-            super().on_event(event)
-            if isinstance(event, StepEvent) and event.step == 5:
-                begun.set()
-
-    display = Display()
     with write_fails("step-00000004", errno.ENOSPC) as begun:
+        display = AtStep(5, begun.set)
         try:
             run_training(small_config(folder, **EVERY_OTHER_STEP), lambda: display)
         except CheckpointError as error:
@@ -192,14 +183,11 @@ def test_an_error_of_the_writer_ends_all_ranks_with_its_line(tmp_path: Path) -> 
 def _fails_twice(rank: int, folder: str) -> list[str]:
     """The last save fails after Ctrl-C has ended the steps."""
 
-    class Display(Silent):
-        def on_event(self, event: Any) -> None:
-            super().on_event(event)
-            if isinstance(event, StepEvent) and event.step == 3:
-                begun.set()
-                raise KeyboardInterrupt
+    def interrupt() -> None:
+        begun.set()
+        raise KeyboardInterrupt
 
-    display = Display()
+    display = AtStep(3, interrupt)
     with write_fails("step-00000002", errno.EIO) as begun:
         try:
             run_training(small_config(folder, **EVERY_OTHER_STEP), lambda: display)

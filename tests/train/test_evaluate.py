@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.comm import Group
 from paceline.core.errors import DataError, PacelineError
 from paceline.data import Batch, CorruptSample, Normalizer
 from paceline.precision import Policy
@@ -25,6 +27,10 @@ class Reader(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return images.flatten(1)[:, :8] * 20
+
+
+def scored(model: nn.Module, given: Iterable[Batch], group: Group, **more: Any) -> Any:
+    return evaluate(model, given, NORMALIZE, FULL, group, more.pop("stop", StopSignals()), **more)
 
 
 def batches(start: int, stop: int, step: int = 1) -> list[Batch]:
@@ -46,13 +52,13 @@ def batches(start: int, stop: int, step: int = 1) -> list[Batch]:
 
 def _part(rank: int, size: int) -> tuple[float, float, float, int]:
     with joined() as group:
-        found = evaluate(Reader(), batches(rank, 35, size), NORMALIZE, FULL, group, StopSignals())
+        found = scored(Reader(), batches(rank, 35, size), group)
         return found.top1, found.top5, found.loss, found.samples
 
 
 def test_counts_are_exact_on_any_number_of_ranks() -> None:
     model = Reader()
-    found = evaluate(model, batches(0, 35), NORMALIZE, FULL, alone(), StopSignals())
+    found = scored(model, batches(0, 35), alone())
     assert model.training
     assert (found.samples, found.top1, found.top5) == (35, 100 * 12 / 35, 100 * 24 / 35)
     for size in (2, 3):
@@ -72,8 +78,7 @@ def test_a_mirror_image_counts_as_much_as_the_image() -> None:
     given = [Batch(image, torch.tensor([1]))]
     found = {}
     for flip in (False, True):
-        result = evaluate(LeftHalf(), given, NORMALIZE, FULL, alone(), StopSignals(), flip=flip)
-        found[flip] = result
+        found[flip] = scored(LeftHalf(), given, alone(), flip=flip)
     # Logits 4 and 3 of the image, 0 and 6 of its mirror image; bytes become shares of 255.
     assert (found[False].top1, found[True].top1) == (0.0, 100.0)
     logits = torch.tensor([[4.0 + 0.0, 3.0 + 6.0]]) / 255 / 2
@@ -81,9 +86,7 @@ def test_a_mirror_image_counts_as_much_as_the_image() -> None:
     assert found[True].loss == pytest.approx(loss.item(), rel=1e-5)
     # A loss of all outputs is the mean of both.
     own = OwnLoss(lambda outputs, targets: outputs[:, 0].square(), "own")
-    result = evaluate(
-        LeftHalf(), given, NORMALIZE, FULL, alone(), StopSignals(), flip=True, loss_function=own
-    )
+    result = scored(LeftHalf(), given, alone(), flip=True, loss_function=own)
     assert result.loss == pytest.approx((4 / 255) ** 2 / 2, rel=1e-5)
 
 
@@ -92,8 +95,7 @@ def _stopped(rank: int) -> str:
     if rank == 1:
         stop.received = signal.SIGTERM
     with joined() as group:
-        found = evaluate(Reader(), batches(0, 9), NORMALIZE, FULL, group, stop)
-        return found.name
+        return str(scored(Reader(), batches(0, 9), group, stop=stop).name)
 
 
 def test_a_signal_on_one_rank_ends_it_on_all() -> None:
@@ -107,7 +109,7 @@ def _broken(rank: int) -> str:
             raise DataError("the shard is gone", "bring it back")
 
     with joined() as group, pytest.raises(PacelineError) as caught:
-        evaluate(Reader(), stream(), NORMALIZE, FULL, group, StopSignals())
+        scored(Reader(), stream(), group)
     return str(caught.value)
 
 
@@ -120,16 +122,13 @@ def _corrupt(rank: int, limit: int) -> int | str:
     some = [Batch(b.images, b.labels, (bad,)) for b in batches(0, 1)] + batches(1, 4)
     with joined() as group:
         try:
-            found = evaluate(
-                Reader(), some, NORMALIZE, FULL, group, StopSignals(), corrupt_limit=limit
-            )
+            return scored(Reader(), some, group, corrupt_limit=limit).corrupt_count
         except DataError:
             return "refused"
-        return found.corrupt_count
 
 
 def test_the_limit_of_corrupt_images_is_that_of_all_ranks_together() -> None:
     assert run_ranks(2, _corrupt, 2) == [2, 2]
     assert run_ranks(2, _corrupt, 1) == ["refused"] * 2
     with pytest.raises(DataError, match="no validation image"):
-        evaluate(Reader(), [], NORMALIZE, FULL, alone(), StopSignals())
+        scored(Reader(), [], alone())

@@ -188,16 +188,6 @@ def test_muon_on_many_ranks_equals_one_process(ranks: int, micro: int, orthogona
         assert their_losses == pytest.approx(losses, rel=1e-4)
 
 
-def test_muon_with_accumulation_and_in_half_precision() -> None:
-    whole, losses = train(alone(), made=made())
-    for micro in (1, 3, 4):
-        torch.testing.assert_close(train(alone(), made=made(micro))[0], whole, rtol=1e-4, atol=1e-5)
-    for dtype in ("fp16", "bf16"):
-        half, half_losses = train(alone(), made=made(dtype=dtype))
-        assert half_losses == pytest.approx(losses, rel=0.02)
-        assert float((half - whole).norm() / whole.norm()) < 0.05
-
-
 def test_a_run_with_muon_pins_what_is_orthogonal(tmp_path: Path) -> None:
     done = run_small(tmp_path / "run", **RUN)
     assert done.summary["chosen"]["optimizer"] == "muon, foreach"

@@ -13,10 +13,10 @@ from torch import Tensor
 from paceline.config import RunSettings
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.events import EvalEvent, StartEvent, StepEvent
-from paceline.train import run_training
 from paceline.train.components import Components
 from paceline.train.loss import BinaryCrossEntropy, CrossEntropy, OwnLoss, create_loss
-from small_runs import Silent, run_small, small_config
+from small_runs import Silent, run_small
+from train.runs import watched
 
 OUTPUTS = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 1, 2, 3, 1, 0])
@@ -128,9 +128,7 @@ def test_a_loss_that_cannot_be_used_ends_the_run_before_its_first_step(
 ) -> None:
     display = Silent()
     with pytest.raises(RunError, match=message) as caught:
-        run_training(
-            small_config(tmp_path / "run"), lambda: display, components=Components(loss=loss)
-        )
+        watched(tmp_path / "run", Components(loss=loss), display)
     assert "\n" not in str(caught.value)
     assert display.events == []
     assert not (tmp_path / "run").exists()
@@ -144,16 +142,13 @@ def test_runs_with_other_losses(tmp_path: Path) -> None:
     assert one.report is not None
     assert named.report is not None
     assert one.summary["val_loss"] == pytest.approx(named.summary["val_loss"], rel=1e-3)
-    display = Silent()
-    config = small_config(
-        tmp_path / "bce", run__loss="bce", run__mixup=0.2, run__cutmix=1.0, optim__lr=0.5
-    )
-    run_training(config, lambda: display)
-    losses = [event.loss for event in display.events if isinstance(event, StepEvent)]
+    mixed: dict[str, Any] = {"run__mixup": 0.2, "run__cutmix": 1.0, "optim__lr": 0.5}
+    _, events = watched(tmp_path / "bce", run__loss="bce", **mixed)
+    losses = [event.loss for event in events if isinstance(event, StepEvent)]
     assert losses[-1] < losses[0] < 1.0
-    (start,) = [event for event in display.events if isinstance(event, StartEvent)]
+    (start,) = [event for event in events if isinstance(event, StartEvent)]
     assert start.chosen["loss"] == "bce, mean over classes"
-    (*_, last) = [event for event in display.events if isinstance(event, EvalEvent)]
+    (*_, last) = [event for event in events if isinstance(event, EvalEvent)]
     assert 0 < last.loss < 1.0
 
 
@@ -163,10 +158,8 @@ def test_evaluation_reports_cross_entropy_where_an_own_loss_is_not_defined(tmp_p
             raise ValueError("only in training")
         return F.cross_entropy(outputs, targets, reduction="none")
 
-    display = Silent()
-    config = small_config(tmp_path, run__epochs=1)
-    run_training(config, lambda: display, components=Components(loss=in_training))
-    (start,) = [event for event in display.events if isinstance(event, StartEvent)]
+    _, events = watched(tmp_path, Components(loss=in_training), run__epochs=1)
+    (start,) = [event for event in events if isinstance(event, StartEvent)]
     assert start.chosen["loss"].endswith("validation reports cross_entropy")
-    (evaluated,) = [event for event in display.events if isinstance(event, EvalEvent)]
+    (evaluated,) = [event for event in events if isinstance(event, EvalEvent)]
     assert evaluated.loss > 0

@@ -212,7 +212,6 @@ def test_rates_of_adam_do_not_come_from_a_recipe_of_sgd() -> None:
     [
         ({"name": "adamv"}, "did you mean 'adamw'.*a class is written"),
         ({"name": "torch.optim:"}, "is not of the form module:name"),
-        ({"name": "lamb", "beta2": 1.0}, "must be in"),
         ({"arguments": "{a = 1}"}, "sgd takes none"),
         ({"name": "a:B", "lr": 1.0, "arguments": "{a = }"}, "is not TOML"),
         ({"name": "a:B", "lr": 1.0, "arguments": "3"}, "is not a table"),

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from data_sets import write_folders
 from paceline.comm.agreement import Agreement
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import (
-    Event,
     NoteEvent,
     StepEvent,
 )
@@ -39,7 +39,7 @@ from paceline.train.run_folder import NAME as LOCK
 from paceline.train.step import StepOutcome
 from ranks import run_ranks
 from small_runs import Silent, run_on_ranks, run_small, small_config
-from train.runs import EVERY_STEP, watched
+from train.runs import EVERY_STEP, AtStep, watched
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:
@@ -330,29 +330,16 @@ def _replace_by_folder(log: Path) -> None:
     log.mkdir()
 
 
-class Damage(Silent):
-    """Damages the log after step 3."""
-
-    def __init__(self, log: Path, damage: Callable[[Path], object]) -> None:
-        super().__init__()
-        self._log, self._damage = log, damage
-
-    def on_event(self, event: Event) -> None:
-        super().on_event(event)
-        if isinstance(event, StepEvent) and event.step == 3:
-            self._damage(self._log)
-
-
 @pytest.mark.parametrize("damage", [Path.unlink, _garble, _replace_by_folder])
 def test_a_log_blocks_neither_training_nor_resuming(
     tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
     output = tmp_path / "run"
-    display = Damage(output / "metrics.jsonl", damage)
-    outcome = run_training(small_config(output), lambda: display)
+    display = AtStep(3, partial(damage, output / "metrics.jsonl"))
+    outcome, events = watched(output, display=display)
     assert outcome.result.stopped_by == "finished"
     assert json.loads((output / "summary.json").read_text())["steps"] == 7
-    notes = [event.text for event in display.events if isinstance(event, NoteEvent)]
+    notes = [event.text for event in events if isinstance(event, NoteEvent)]
     assert any("metrics.jsonl" in note for note in notes) == (damage is not Path.unlink)
     assert (outcome.report is None) == (damage is not Path.unlink)
     again = small_config(output, run__resume="auto")

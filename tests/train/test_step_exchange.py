@@ -17,7 +17,7 @@ from paceline.train.exchange_plan import DryBackward
 from paceline.train.step import TrainStep
 from paceline.train.weights import full_state, master_weights
 from ranks import run_ranks
-from train.steps import OPTIM, Made, Net, alone, joined, make_step, same, snapshot, weights
+from train.steps import OPTIM, Made, alone, joined, make_step, same, snapshot, weights
 
 # Every tensor alone: the most buckets, and the most that can be sent early.
 HYBRID = CommSettings(algorithm="hybrid", owned={"hybrid": HybridSettings("1")}, fusion_mib=0.0)
@@ -111,16 +111,6 @@ def test_four_ranks_end_bit_identical_by_every_transport() -> None:
         torch.testing.assert_close(results[0], flat, rtol=2e-3, atol=2e-3)
 
 
-def test_a_process_alone_runs_what_it_is_asked_to() -> None:
-    steps = [make_step(alone(), made=Made(6, comm=comm)) for comm in (CommSettings(), HYBRID)]
-    for step, buckets in zip(steps, (1, 4), strict=True):
-        for number in range(2):
-            step.run(number, 0.1)
-        assert len(step.exchange.plan.buckets) == buckets
-        assert step.exchange.overlaps == (buckets > 1)
-    assert torch.equal(closed(steps[0]), closed(steps[1]))
-
-
 def lars(dtype: str) -> Made:
     return Made(dtype=dtype, optim=LARS, precision=SCALE)
 
@@ -140,21 +130,6 @@ def test_frozen_and_shared_parameters_are_exported_as_they_are(dtype: str) -> No
     assert {v.dtype for n, v in state.items() if "tracked" not in n} == {torch.float32}
     masters = master_weights(model, step.optimizer)
     assert masters.keys() == dict(model.named_parameters()).keys()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_parameter_of_zeros_is_trained_at_the_plain_rate(dtype: str) -> None:
-    """Its norm is 0, and so would be any rate that is proportional to it: it could never leave."""
-    model = Net()
-    nn.init.zeros_(model.conv.weight)
-    nn.init.ones_(model.conv.bias)  # else the ReLU would let no gradient through
-    step = make_step(alone(), model=model, made=lars(dtype))
-    assert not step.run(0, 0.1).skipped
-    ratios = dict(zip(step.names, step.optimizer.trust_ratios(), strict=True))
-    assert ratios["conv.weight"] == 1.0
-    assert ratios["fc.weight"] != 1.0
-    assert model.conv.weight.abs().sum() > 0
-    assert model.conv.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cli_runs import events
-from paceline.config import STRATEGIES
 from paceline.core.errors import ConfigError
 from paceline.core.events import (
     CheckpointEvent,
@@ -30,7 +29,6 @@ from paceline.core.events import (
 from paceline.trackers import register, thread
 from paceline.trackers.clients import CsvTracker, TensorBoardTracker, WandbTracker
 from paceline.trackers.thread import TrackerThread, scalars
-from ranks import run_ranks
 from small_runs import run_small, small_config
 from train.runs import stop_after
 
@@ -97,21 +95,6 @@ def test_fields_of_a_strategy_stand_among_the_others(tmp_path: Path) -> None:
     assert empty == maybe | {"train/momentum"}
     more = {row["name"] for row in rows(tmp_path / "metrics-more.csv")}
     assert more == {*own, "val/predicted_s"}
-
-
-def _with_csv(rank: int, output: str, strategy: str) -> None:
-    two = {"run__rehearsal__nodes": 1, "run__rehearsal__gpus_per_node": 2}
-    own = two if strategy == "rehearsal" else {}
-    run_small(output, run__trackers=["csv"], run__strategy=strategy, **own)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES.names())
-def test_a_run_of_each_strategy_has_a_csv(strategy: str, tmp_path: Path) -> None:
-    ranks = 1 if strategy == "rehearsal" else 2
-    run_ranks(ranks, _with_csv, str(tmp_path / "run"), strategy)
-    assert not [e for e in events(tmp_path / "run", "note") if "tracker" in e["text"]]
-    losses = [row["train/loss"] for row in rows(tmp_path / "run/metrics.csv")]
-    assert len([loss for loss in losses if loss]) >= 7
 
 
 def test_events_reach_the_tracker_in_order() -> None:

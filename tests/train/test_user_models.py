@@ -17,22 +17,15 @@ from torch import Tensor, nn
 from models.user_net import UserNet, loss_of_both, make_net
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.events import Event, StartEvent, StepEvent
-from paceline.train import Checkpoint, RunOutcome, evaluate_file, run_training
+from paceline.train import Checkpoint, evaluate_file
 from paceline.train.callbacks import Callback, RunControl
 from paceline.train.components import Components
 from ranks import run_ranks
-from small_runs import Silent, run_small, small_config
-from train.runs import EVERY_STEP, StopAt, newest
+from small_runs import run_small
+from train.runs import EVERY_STEP, AtStep, newest
+from train.runs import watched as train
 
 NAMED: dict[str, Any] = {"model__name": "models.user_net:make_net"}
-
-
-def train(
-    output: Path, components: Components | None = None, display: Silent | None = None, **values: Any
-) -> tuple[RunOutcome, list[Event]]:
-    shown = display or Silent()
-    outcome = run_training(small_config(output, **values), lambda: shown, components=components)
-    return outcome, shown.events
 
 
 def chosen(events: list[Event]) -> dict[str, str]:
@@ -51,7 +44,7 @@ def test_a_users_module_trains_and_resumes_bit_identically(tmp_path: Path) -> No
     assert "UserNet (given in Python)" in chosen(events)["model"]
     assert "model notes" not in chosen(events)
     assert "plain model" in chosen(events)["speed"]
-    train(tmp_path / "cut", several(), StopAt(3))
+    train(tmp_path / "cut", several(), AtStep(3))
     rest, _ = train(tmp_path / "cut", several(), run__resume="auto")
     assert rest.summary["resumed_at_steps"] == [3]
     for name in ("weights_sha256", "top1", "val_loss"):

@@ -26,7 +26,7 @@ from paceline.train.weights import WeightAverage, applied
 from ranks import run_ranks
 from refusals import refused
 from small_runs import run_small
-from train.runs import last, newest, stop_after, watched
+from train.runs import last, newest, watched
 from train.steps import Made, Net, alone, make_step, same, snapshot
 
 dtypes = pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -185,16 +185,6 @@ def test_what_is_evaluated_exported_and_saved_is_the_average(tmp_path: Path, dty
     for path in (out, tmp_path / "a/weights.safetensors"):
         with safe_open(path, "pt") as file:
             assert float(file.metadata()["average_epochs"]) == 1
-
-
-def test_a_resumed_run_ends_with_the_same_average(tmp_path: Path) -> None:
-    run_small(tmp_path / "whole", **AVERAGED)
-    stopped = stop_after(5, tmp_path / "a", **AVERAGED)
-    assert stopped.result.stopped_by == "SIGTERM"
-    run_small(tmp_path / "a", run__resume="auto", **AVERAGED)
-    whole, rest = state_of(tmp_path / "whole"), state_of(tmp_path / "a")
-    for name, value in whole.items():
-        assert torch.equal(rest[name], value), name
 
 
 def test_results_of_the_average_and_of_the_last_step_are_not_mixed(tmp_path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from paceline.core.events import read_events
+from cli_runs import events, summary
 from paceline.trackers.clients import WandbTracker
 from ranks import free_port
-from small_runs import run_small
+from small_runs import losses, run_small
 
 pytestmark = [
     pytest.mark.trackers, pytest.mark.timeout(300),
@@ -20,12 +19,7 @@ pytestmark = [
 
 
 def notes(folder: Path) -> list[str]:
-    events = read_events(folder / "metrics.jsonl")
-    return [e["text"] for e in events if e["event"] == "note" and "tracker" in e["text"]]
-
-
-def losses(folder: Path) -> list[float]:
-    return [e["loss"] for e in read_events(folder / "metrics.jsonl") if e["event"] == "step"]
+    return [e["text"] for e in events(folder, "note") if "tracker" in e["text"]]
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +81,4 @@ def test_mlflow_whose_server_is_offline(tmp_path: Path, monkeypatch: pytest.Monk
     assert outcome.summary["steps"] == 7
     (note,) = notes(tmp_path / "run")
     assert "mlflow" in note
-    assert json.loads((tmp_path / "run/summary.json").read_text())["stopped_by"] == "finished"
+    assert summary(tmp_path / "run")["stopped_by"] == "finished"

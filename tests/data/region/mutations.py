@@ -1,17 +1,19 @@
 """Damaged files for the tests of decoders, from good ones, as a function of a number.
 
-In: good files and a number. Out: one of them with bits flipped, bytes set, a part cut out, doubled,
-zeroed, reversed or taken from another file, its end cut off, or dimensions that are absurd.
+In: good files and a number. Out: one of them after mutations of `fuzz.mutate`, or with dimensions that
+are absurd.
 """
 
 from __future__ import annotations
 
+import random
 import struct
 
 import numpy as np
 from PIL import Image
 
 from data.small import encode
+from fuzz.mutate import mutate_bytes
 
 PHOTOSHOP = 13
 XMP = b'http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation="6"/>'
@@ -86,51 +88,21 @@ def _with_metadata(jpeg: bytes) -> list[bytes]:
     ]
 
 
-def mutated(files: list[bytes], number: int) -> bytes:
-    generator = np.random.default_rng(number)
-    data = bytearray(files[number % len(files)])
-    for _ in range(int(generator.integers(1, 4))):
-        _mutate(data, files, generator)
-    return bytes(data)
+def damaged(files: list[bytes], number: int) -> bytes:
+    rng = random.Random(number)
+    data = mutate_bytes(rng, files[number % len(files)], files)
+    return data if rng.random() < 0.8 else _with_absurd_size(data, rng)
 
 
-def _mutate(data: bytearray, files: list[bytes], generator: np.random.Generator) -> None:
-    length = len(data)
-    if not length:
-        return
-    at = int(generator.integers(length))
-    # Most errors are in headers, which are a small part of a file.
-    at = at if generator.random() < 0.5 else at % min(length, 200)
-    end = min(length, at + int(generator.integers(1, 40)))
-    match int(generator.integers(9)):
-        case 0:
-            data[at] ^= 1 << int(generator.integers(8))
-        case 1:
-            data[at] = int(generator.choice([0, 1, 0x7F, 0x80, 0xD9, 0xDA, 0xFE, 0xFF]))
-        case 2:
-            del data[at:]
-        case 3:
-            del data[at:end]
-        case 4:
-            data[at:at] = data[at:end]
-        case 5:
-            data[at:end] = bytes(end - at)
-        case 6:
-            data[at:end] = data[at:end][::-1]
-        case 7:
-            other = files[int(generator.integers(len(files)))]
-            start = int(generator.integers(len(other)))
-            data[at:end] = other[start : start + end - at]
-        case _:
-            _make_absurd(data, generator)
-
-
-def _make_absurd(data: bytearray, generator: np.random.Generator) -> None:
+def _with_absurd_size(data: bytes, rng: random.Random) -> bytes:
     """Sets dimensions that need more memory than a test has."""
-    for marker in (b"\xff\xc0", b"\xff\xc2"):
-        at = data.find(marker)
-        if at >= 0:
-            data[at + 5 : at + 9] = generator.choice([b"\xff" * 4, b"\xff\xff\0\1", b"\0\0\0\5"])
-            return
-    if data[12:16] == b"IHDR":
-        data[16:24] = generator.choice([b"\x7f\xff\xff\xff" * 2, b"\0" * 8])
+    for marker, offset in ((b"\xff\xc0", 5), (b"\xff\xc2", 5), (b"IHDR", 4)):
+        at = data.find(marker) + offset
+        if at >= offset:
+            size = rng.choice((b"\xff" * 4, b"\xff\xff\0\1", b"\0\0\0\5"))
+            return data[:at] + size + data[at + 4 :]
+    return data
+
+
+def seed_jpegs(side: int) -> list[bytes]:
+    return [data for data in seed_files(side) if data.startswith(b"\xff\xd8")]

@@ -16,8 +16,8 @@ from data.region.mutations import (
     RESOLUTION_UNIT,
     X_RESOLUTION,
     XMP,
+    damaged,
     exif_segment,
-    mutated,
     photoshop_segment,
     seed_files,
     with_segments,
@@ -90,7 +90,7 @@ def compare(library: RegionLibrary, numbers: range) -> Counter[str]:
     files, seen = seed_files(), Counter[str]()
     comparison = Comparison(library, TRANSFORM, 3)
     for number in numbers:
-        data, row = mutated(files, number), ROWS[number % len(ROWS)]
+        data, row = damaged(files, number), ROWS[number % len(ROWS)]
         pillow, region = comparison.both(data, row)
         if isinstance(pillow, str):
             assert region == pillow, number

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.region.mutations import seed_files
+from data.region.mutations import seed_jpegs
 from paceline.data.decode.build import HERE as LIBRARY
 from paceline.data.decode.build import SOURCES
 
@@ -18,15 +18,11 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FLAGS = ("-std=c11", "-O1", "-g", "-DREGION_MAX_PIXELS=1000000", f"-I{LIBRARY}")
 
 
-def jpegs_of(side: int) -> list[bytes]:
-    return [data for data in seed_files(side) if data.startswith(b"\xff\xd8")]
-
-
 @pytest.fixture(scope="module")
 def jpegs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("seeds")
     found = []
-    for number, data in enumerate(jpegs_of(24) + jpegs_of(90)):
+    for number, data in enumerate(seed_jpegs(24) + seed_jpegs(90)):
         (folder / f"{number}.jpg").write_bytes(data)
         found.append(str(folder / f"{number}.jpg"))
     return found
