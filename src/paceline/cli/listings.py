@@ -20,7 +20,9 @@ def recipes(
     """List the shipped recipes, or show one."""
     if name is None:
         lines = dict.fromkeys(CHOOSERS.names(), "Chooses settings from data and machine.")
-        lines |= {known: _comment(known) for known in recipe_names()}
+        for known in recipe_names():
+            comment = (RECIPES / f"{known}.toml").read_text("utf-8").partition("\n")[0]
+            lines[known] = comment.removeprefix("#").strip()
         width = max(map(len, lines))
         for known, text in lines.items():
             typer.echo(f"{known:<{width}}  {text}")
@@ -29,11 +31,6 @@ def recipes(
         raise ConfigError("NAME", name, "is not a recipe", nearest(name, recipe_names()))
     typer.echo((RECIPES / f"{name}.toml").read_text("utf-8").rstrip())
     return 0
-
-
-def _comment(name: str) -> str:
-    first = (RECIPES / f"{name}.toml").read_text("utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()
 
 
 NOTES = {
