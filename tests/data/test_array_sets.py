@@ -209,12 +209,15 @@ def test_a_part_that_is_missing(tmp_path: Path) -> None:
     [
         (b"", "no idx file of unsigned bytes in 3 dimensions"),
         (GOOD[:10], "no idx file"),
-        (GOOD[:-1], "119 bytes after a header for 120"),
-        (GOOD + b"x", "more bytes after a header for 120"),
+        (GOOD[:-1], "has 119 bytes of data, but its header gives 120"),
+        (GOOD + b"x", "has more bytes of data, but its header gives 120"),
         (b"\0\0\x0d\x03" + GOOD[4:], r"no idx file .*begins with 00 00 0d 03"),
         (b"\0\0\x08\x01" + GOOD[4:], "no idx file"),
-        (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "claims 79,228,162,458,924,105,385,300,197,375 byt"),
-        (GOOD[:4] + b"\0\0\0\x07" + GOOD[8:], "120 bytes after a header for 140"),
+        (
+            GOOD[:4] + b"\xff" * 12 + GOOD[16:],
+            "the header gives 79,228,162,458,924,105,385,300,197,375 byt",
+        ),
+        (GOOD[:4] + b"\0\0\0\x07" + GOOD[8:], "has 120 bytes of data, but its header gives 140"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -251,7 +254,7 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path, asked: list[int]) -> None:
     """A small file that would fill the memory: no more is unpacked than the header says."""
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(GOOD + bytes(50_000_000), compresslevel=1))
-    with pytest.raises(DataError, match="more bytes after a header"):
+    with pytest.raises(DataError, match="has more bytes of data"):
         read_idx(path, 3)
     assert asked == [16, 121]
 
@@ -261,7 +264,7 @@ def test_a_header_that_claims_gigabytes_gets_no_such_buffer(
 ) -> None:
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 15, 1 << 15)))
-    with pytest.raises(DataError, match="0 bytes after a header"):
+    with pytest.raises(DataError, match="has 0 bytes of data"):
         read_idx(path, 3)
     assert max(asked) <= 1 << 25
 

@@ -186,13 +186,13 @@ def test_what_is_no_map_style_dataset() -> None:
 
     with pytest.raises(DataError, match=r"Stream: has no length"):
         DatasetSource(Stream())
-    with pytest.raises(DataError, match=r"float: is no map-style dataset"):
+    with pytest.raises(DataError, match=r"float: is not a map-style dataset"):
         as_source(1.5)
-    with pytest.raises(DataError, match=r"DataLoader: is no map-style dataset"):
+    with pytest.raises(DataError, match=r"DataLoader: is not a map-style dataset"):
         as_source(DataLoader(Pictures(pixels)))
     with pytest.raises(DataError, match=r"Pictures: is empty"):
         as_source(Pictures(pixels, count=0))
-    with pytest.raises(DataError, match=r"label 2 is outside the 2 classes"):
+    with pytest.raises(DataError, match=r"has label 2, but there are 2 classes"):
         DatasetSource(Pictures(pixels), classes=["a", "b"])
 
 

@@ -109,7 +109,7 @@ def test_a_position_in_an_epoch_is_found_again() -> None:
         assert same(first, whole[:4]), "an epoch that was left goes on"
         ours.set_epoch(0)
         assert same(list(ours), whole[:4])
-        with pytest.raises(ConfigError, match=r"seed = 3: differs from the saved state's 4"):
+        with pytest.raises(ConfigError, match=r"seed = 3: the saved state has 4"):
             ours.load_state_dict(loader(source, seed=4).state_dict())
         with pytest.raises(ConfigError, match=r"batch: is missing"):
             ours.load_state_dict({"epoch": 1})

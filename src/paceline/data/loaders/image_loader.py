@@ -32,7 +32,7 @@ _STATE = ("epoch", "batch", "seed", "samples", "batch_size", "world_size", "drop
 
 @dataclass(frozen=True)
 class EpochPlan(BatchPlan):
-    """The plan of one epoch. Every rank has at least one sample in every step.
+    """Divides the samples of one epoch among steps and ranks. No rank has an empty batch.
 
     The samples that remain after the last full step are divided among all ranks. If fewer samples
     remain than there are ranks, the remaining samples and the last full step are divided into two
@@ -53,7 +53,7 @@ class EpochPlan(BatchPlan):
 
     @property
     def _merges(self) -> bool:
-        """True if the remaining samples join the last full step."""
+        """True if the last full step also takes the remaining samples."""
         too_few = 0 < self._rest < self.world_size <= self.samples
         return too_few and self.global_batch + self._rest < 2 * self.world_size
 
@@ -63,7 +63,7 @@ class EpochPlan(BatchPlan):
         return full + (1 if self._rest and not self._merges else 0)
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
-        """Returns the positions of the single micro-batch of `rank` in `step`."""
+        """Returns a list with the single range of the sample order that `rank` reads in `step`."""
         offset = self.epoch * self.samples
         rest = self._rest
         first, steps, length = step, 1, self.global_batch
@@ -231,7 +231,7 @@ class ImageLoader:
                 raise ConfigError(f"ImageLoader: {name}", None, "is missing in the state")
             if name not in ("epoch", "batch") and state[name] != here[name]:
                 raise ConfigError(
-                    f"ImageLoader: {name}", here[name], f"differs from the saved state's {state[name]}",
+                    f"ImageLoader: {name}", here[name], f"the saved state has {state[name]}",
                     "continue with the arguments and data of the loader that was saved",
                 )  # fmt: skip
         self._stop()
@@ -311,7 +311,7 @@ def _check(name: str, value: object, valid: bool, remedy: str) -> None:
 
 
 def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given settings as field names of `DataSettings`, without the prefix `data.`."""
+    """Removes the prefix `data.` from the keys. Raises ConfigError for unknown settings."""
     hints = get_type_hints(DataSettings)
     values = {}
     for key, value in given.items():
@@ -324,7 +324,7 @@ def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Returns the rank and the number of ranks; torch.distributed provides the defaults."""
+    """Returns rank and number of ranks. The defaults are those of torch.distributed."""
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()

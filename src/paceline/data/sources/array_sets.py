@@ -30,7 +30,7 @@ _REMEDY = "fetch the file again"
 
 
 class ArraySource(Source):
-    """A source with all pixels in one array."""
+    """Base class of sources whose images are in one array."""
 
     is_in_memory = True
     pixels: Pixels
@@ -96,7 +96,7 @@ class IdxFiles(ArraySource):
 
 
 def find_idx(directory: Path, split: Split, part: str) -> Path | None:
-    """Returns the idx file with `part` of a split under any of its usual names, or None."""
+    """Returns the file of a split whose name contains `part`, in any of the usual spellings, or None."""
     stem = f"{_STEMS[split]}-{part}-ubyte"
     for name in (stem, stem.replace("-idx", ".idx")):
         for suffix in ("", ".gz"):
@@ -114,7 +114,7 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
         dimensions: Number of dimensions that the array must have.
 
     Raises:
-        DataError: If the file is damaged or no such array.
+        DataError: If the file is damaged, or has another type or number of dimensions.
     """
     header_bytes = 4 + 4 * dimensions
     magic = bytes([0, 0, _UNSIGNED_BYTE, dimensions])
@@ -131,7 +131,9 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
             shape = np.frombuffer(header, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if size > _LIMIT_BYTES:
-                raise DataError(f"{path}: claims {size:,} bytes of pixels", _REMEDY)
+                raise DataError(
+                    f"{path}: the header gives {size:,} bytes of pixels, which is too many", _REMEDY
+                )
             # One byte more is read, to detect a file that is too long. Reads pieces, because a header may
             # claim gigabytes that the file does not have.
             content = bytearray()
@@ -146,7 +148,9 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
         raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
     if len(content) != size:
         actual = "more" if len(content) > size else f"{len(content):,}"
-        raise DataError(f"{path}: {actual} bytes after a header for {size:,}", _REMEDY)
+        raise DataError(
+            f"{path}: has {actual} bytes of data, but its header gives {size:,}", _REMEDY
+        )
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -170,7 +174,10 @@ _LAYOUT = (
 
 
 def find_layout(directory: Path, split: Split) -> list[Path] | None:
-    """Returns the expected files of the first version with any file of `split`, or None."""
+    """Returns the paths of the split's files in the version of CIFAR-10 in `directory`, or None.
+
+    The version is the first of which any file exists. Some of the returned files may be missing.
+    """
     for suffix, folder in _VERSIONS:
         for place in (directory, directory / folder):
             paths = [place / (stem + suffix) for stem in _BATCHES[split]]
@@ -239,7 +246,7 @@ def read_labels(path: Path) -> Int64:
     except ParseError as error:
         raise DataError(f"{path}: is not JSON ({error})", _REMEDY) from None
     if not isinstance(values, list):
-        raise DataError(f"{path}: is not a list of labels", _REMEDY)
+        raise DataError(f"{path}: is not a JSON list of class indices", _REMEDY)
     return _checked(values, path)
 
 

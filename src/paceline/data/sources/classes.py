@@ -1,4 +1,4 @@
-"""Class names: from `classes.json`, or the class indices as text.
+"""Reads class names from `classes.json`, or uses the class indices as names.
 
 `classes.json` is a list of {"cls": index, "name": text}, a list of names, or an object {name:
 index}. The indices must be 0, 1, 2 … without gaps.
