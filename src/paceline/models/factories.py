@@ -126,9 +126,10 @@ def _from_torchvision(
 def _with_size(
     create: Callable[..., object], key: str, values: Mapping[str, Any], offered: Mapping[str, int]
 ) -> object:
-    """Calls `create` with the image size, or without it if the model does not accept this argument.
+    """Calls `create` with the image size, or without it if the model has no such argument.
 
-    Transformers need the image size for their position embeddings. Convolutional networks refuse it.
+    Transformers need the image size for their position embeddings. Convolutional networks refuse
+    it.
     """
     if key in values:
         return create()

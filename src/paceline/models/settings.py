@@ -63,7 +63,7 @@ def register_model(name: str, factory: Factory) -> None:
 
 
 def registered_models() -> Mapping[str, Factory]:
-    """Returns the factory of each registered model, by name."""
+    """Returns the factories that `register_model` has registered, by name."""
     return _registered
 
 
@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_model_name(name: str) -> None:
-    """Raises ConfigError if a name has a wrong form, or has no colon and is unknown.
+    """Raises ConfigError if a model name is malformed, or has no colon and is unknown.
 
     Does not check if a package contains the model; creating the model does.
     """
@@ -112,7 +112,7 @@ NORM_STATISTICS = ("average", "last")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The network and its initialization.
+    """Settings of the network and its initialization.
 
     Example:
         >>> ModelSettings(name="resnet18", stem="small")
@@ -148,7 +148,7 @@ class ModelSettings:
         check.number("num_classes", "at least 1", "leave it out to take the number from the data")
         if self.arguments_table() and self.name in MODEL_NAMES:
             raise ConfigError(
-                "model.arguments", self.arguments, f"{self.name} takes none",
+                "model.arguments", self.arguments, f"model {self.name} takes no arguments",
                 "use the other settings of [model]",
             )  # fmt: skip
         for pattern in self.freeze:
@@ -158,7 +158,10 @@ class ModelSettings:
         check.known("stem", STEM_NAMES)
         if self.stem != "auto" and self.stem not in STEMS_OF_MODEL.get(self.name, ()):
             raise ConfigError(
-                "model.stem", self.stem, f"{self.name} has no such stem", "set model.stem to 'auto'"
+                "model.stem",
+                self.stem,
+                f"model {self.name} has no such stem",
+                "set model.stem to 'auto'",
             )
 
     def arguments_table(self) -> dict[str, Any]:
