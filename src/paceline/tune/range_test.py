@@ -61,10 +61,14 @@ class RangeResult:
 
     @classmethod
     def of(cls, rates: Sequence[float], losses: Sequence[float], exploded: bool) -> RangeResult:
-        """Computes the result from the rate and loss of each step; too few steps raise RunError."""
+        """Computes the result from the learning rate and loss of each step.
+
+        Raises RunError if there are too few steps.
+        """
         if len(rates) < _LEAST_STEPS:
             raise RunError(
-                f"only {len(rates)} steps had a finite loss", "start with a lower --from"
+                f"the range test needs more steps: only {len(rates)} had a finite loss",
+                "start with a lower --from",
             )
         smoothed = smooth(losses)
         lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
