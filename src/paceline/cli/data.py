@@ -67,7 +67,10 @@ def pack_data(
                 on_note=_echo,
             )  # fmt: skip
     except KeyboardInterrupt:
-        typer.echo("interrupted: finished shards are kept; the same command continues", err=True)
+        typer.echo(
+            "interrupted: complete shards are kept; run the same command again to continue",
+            err=True,
+        )
         return 130
     finally:
         for opened in sources.values():
@@ -79,7 +82,7 @@ def pack_data(
 
 
 def _echo(text: str) -> None:
-    """Prints a line that names files and classes of the data, which are untrusted."""
+    """Prints a line with names of files and classes, which may contain escape sequences."""
     typer.echo(one_line(text))
 
 

@@ -149,8 +149,8 @@ def exit_code_or_cause(end: JobEnd) -> Failure | int:
 def root_cause(failures: Mapping[int, RankEnd]) -> Failure | int:
     """Returns the failure to show, or an exit code if the ranks stopped on request.
 
-    A reported cause has priority over a rank that ended without a report. Both have priority over
-    failures that are only consequences of another failure.
+    An error that a rank reported has priority over a rank that ended without a message. Both have
+    priority over failures that are only consequences of another failure.
 
     Args:
         failures: The failures by rank, in the order in which the ranks ended. A rank that signal n

@@ -16,7 +16,7 @@ from paceline.train.display import print_line
 
 
 def print_summary(console: Console, folder: Path, page: Path) -> None:
-    """Prints the verdict and the main results of the run in `folder`, and the path of its report."""
+    """Prints the result of the run in `folder` in one line, its main results, and the report's path."""
     run = RunFiles.read(folder)
     table = RichTable(show_header=False)
     table.add_column("what")
