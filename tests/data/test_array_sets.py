@@ -147,7 +147,7 @@ def test_bad_files_say_so_in_one_line(
 
 def test_a_sheet_of_another_width(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(encode(np.zeros((4, 768, 3), dtype=np.uint8)))
-    with pytest.raises(DataError, match="768 pixels wide, a sheet of CIFAR-10 is 1024"):
+    with pytest.raises(DataError, match="768 pixels wide, but a sheet of CIFAR-10 is 1024"):
         read_sheet(tmp_path / "x.png")
 
 
@@ -207,12 +207,12 @@ def test_a_part_that_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b"", "no idx file of unsigned bytes in 3 dimensions"),
-        (GOOD[:10], "no idx file"),
+        (b"", "is not an idx file of unsigned bytes in 3 dimensions"),
+        (GOOD[:10], "is not an idx file"),
         (GOOD[:-1], "has 119 bytes of data, but its header gives 120"),
         (GOOD + b"x", "has more bytes of data, but its header gives 120"),
-        (b"\0\0\x0d\x03" + GOOD[4:], r"no idx file .*begins with 00 00 0d 03"),
-        (b"\0\0\x08\x01" + GOOD[4:], "no idx file"),
+        (b"\0\0\x0d\x03" + GOOD[4:], r"is not an idx file .*begins with 00 00 0d 03"),
+        (b"\0\0\x08\x01" + GOOD[4:], "is not an idx file"),
         (
             GOOD[:4] + b"\xff" * 12 + GOOD[16:],
             "the header gives 79,228,162,458,924,105,385,300,197,375 byt",

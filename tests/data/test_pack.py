@@ -184,7 +184,7 @@ def test_a_damaged_manifest(tmp_path: Path) -> None:
     for content, line in (
         ("{", "is not a manifest of paceline pack"),
         ("[]", "is not a manifest of paceline pack"),
-        (good.replace('"version": 1', '"version": 9'), "version 9, this Paceline reads 1"),
+        (good.replace('"version": 1', '"version": 9'), "version 9, but this Paceline reads only 1"),
         (good.replace("train-00000.tar", "../../etc/passwd"), "is not a manifest"),
         (good.replace('"samples"', '"simples"'), "is not a manifest"),
     ):

@@ -46,7 +46,7 @@ class Accel:
 
     def supports(self, model: nn.Module, context: AccelerationContext) -> str:
         plan = _plan(model, context)
-        return "" if plan.changes else ", ".join(plan.notes) or "nothing is switched on"
+        return "" if plan.changes else ", ".join(plan.notes) or "no acceleration is switched on"
 
     def apply(self, model: nn.Module, context: AccelerationContext) -> AppliedAccel:
         return AppliedAccel(model, _plan(model, context), _settings(context), context.device)
@@ -65,7 +65,10 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
     settings = _settings(context)
     if settings.fused_convolutions != "off" and not context.calibrates:
         raise ConfigError(
-            "example", None, "fused_convolutions time their kernels on a micro-batch", "give images"
+            "example",
+            None,
+            "is needed, because fused_convolutions times its kernels on images",
+            "give a micro-batch of images",
         )
     network = network_of(model)
     notes = []

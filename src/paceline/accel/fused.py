@@ -186,7 +186,7 @@ def channels_last(gradient: Tensor) -> Tensor:
 
 
 def two_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients that are not None, filled up with None to two."""
+    """Returns the gradients that are not None, followed by None if there are fewer than two."""
     given = (channels_last(gradient) for gradient in gradients if gradient is not None)
     return next(given, None), next(given, None)
 

@@ -65,7 +65,7 @@ class Operand:
     def gradient(
         cls, dz: Tensor, x: Tensor, saved: Tensor, found: Tensor, *, relu: bool
     ) -> Operand:
-        """Returns the gradient of a norm's input `x`, a · dz + b · x + c.
+        """Returns the operand a · dz + b · x + c, the gradient of a norm's input `x`.
 
         `found` has the factors (see `fused.join_sums`). With `relu`, `dz` is the gradient after the
         ReLU of the norm.

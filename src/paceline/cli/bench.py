@@ -56,7 +56,9 @@ def parse_switches(settings: list[str]) -> dict[str, Any]:
     switches = dict(parse_assignment(text) for text in settings)
     for name, flag in _FLAG_OF.items():
         if name in switches:
-            raise ConfigError("--set", name, "has a flag of its own in this command", f"use {flag}")
+            raise ConfigError(
+                "--set", name, "is set by another flag in this command", f"use {flag}"
+            )
     return switches
 
 

@@ -290,7 +290,7 @@ def _moved(image: Image.Image, matrix: Sequence[float]) -> Image.Image:
 
 
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Change:
-    """Returns an operation that scales an image property by 1 + 0.9 · s, for s from −1 to 1."""
+    """Returns a RandAugment operation that scales, for example, contrast by 1 + 0.9 · s, |s| ≤ 1."""
     return lambda image, s: kind(image).enhance(1 + 0.9 * s)
 
 

@@ -241,7 +241,7 @@ class Chunk:
         log: CorruptLog,
         progress: Progress,
     ) -> Chunk:
-        """Returns the chunk with `rows` of the training batch at position `start` of the order."""
+        """Returns the chunk for `rows` of the training batch at position `start` of the order."""
         position, stop = start + rows[0], start + rows[1]
         epochs, indices = order.at(position, stop)
         numbers = uniform(order.seed, epochs, indices, draws)
@@ -251,7 +251,7 @@ class Chunk:
     def of_indices(
         cls, indices: Int64, rows: tuple[int, int], log: CorruptLog, progress: Progress
     ) -> Chunk:
-        """Returns the chunk with `rows` of an evaluation batch of the samples `indices`."""
+        """Returns the chunk for `rows` of the evaluation batch with the samples `indices`."""
         here = indices[slice(*rows)].copy()
         return cls(rows[0], here, np.empty((len(here), 0)), log, progress)
 
@@ -260,7 +260,7 @@ class Chunk:
 
     @property
     def rows(self) -> slice:
-        """The rows of the batch that the chunk fills."""
+        """The rows (positions in the batch) that the chunk fills."""
         return slice(self.first, self.first + len(self))
 
     @property
@@ -288,7 +288,7 @@ class Chunk:
     def replace(self, row: int, sample: CorruptSample) -> None:
         """Replaces the corrupt `sample` in `row` by the next good sample in the order.
 
-        Skips samples that are known to be corrupt. Drops the row if the chunk has no order.
+        Skips samples that are known to be corrupt. In evaluation, drops the row instead.
 
         Raises:
             DataError: If more samples are corrupt than allowed.

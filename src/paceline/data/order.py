@@ -289,7 +289,7 @@ class BatchPlan:
     def step_range(self, step: int) -> Stretch:
         """Returns the range of positions in the sample order that `step` takes."""
         if not 0 <= step < self.total_steps:
-            raise IndexError(f"step {step} of {self.total_steps}")
+            raise IndexError(f"step {step} is out of range: there are {self.total_steps} steps")
         start = self.position(step)
         return start, min(start + self.batch_at(step), self.total_samples)
 
@@ -305,7 +305,7 @@ class BatchPlan:
         micro-batches, or none.
         """
         if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of {self.world_size}")
+            raise IndexError(f"rank {rank} is out of range: there are {self.world_size} ranks")
         start, stop = self.step_range(step)
         length = stop - start
         if self.shares:

@@ -73,7 +73,7 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
         raise CheckpointError(
             f"{path} does not fit {type(model).__name__} of {len(own)} tensors: "
             + "; ".join(findings),
-            "choose the model, stem and channels of the file",
+            "choose the model, stem and channels with which the file was saved",
         )
     taken = {key: stored[key] for key in own if key in stored and key not in kept}
     model.load_state_dict({**own, **taken})

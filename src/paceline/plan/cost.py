@@ -169,7 +169,7 @@ COSTS: dict[str, Cost] = {
 def collective_s(
     kind: CollectiveKind, ranks: int, size: Seconds, link: Link, gamma_s: float = 0.0
 ) -> Seconds:
-    """Returns the seconds of a collective of the backend, which runs around a ring.
+    """Returns the seconds of a collective of the backend, if it uses a ring algorithm.
 
     A reduce consists of a reduce-scatter and a gather; a broadcast consists of a scatter and an
     all-gather.

@@ -339,7 +339,7 @@ class BucketCost:
         self.seconds: Floats = np.minimum.reduce([table.seconds for table in tables])
 
     def bytes(self, first: int, stop: int) -> int:
-        """Returns the bytes that the gradients `first` to `stop` − 1 send in the most exact format."""
+        """Returns the bytes of a bucket of gradients `first` to `stop` − 1 in the most exact format."""
         return int(self._by_wire[self.wires[0]].bytes[first, stop])
 
     def of(self, wire: str, first: int, stop: int) -> float:

@@ -484,7 +484,10 @@ def _nested_hierarchical(
 def _nested_torus2d(
     rank: int, row: tuple[int, ...], columns: Sequence[tuple[int, ...]], length: int
 ) -> Steps:
-    """Runs `torus2d` by collectives; all chunks are equal, so the last may end after the segment."""
+    """Runs `torus2d` with the backend's collectives in rows and columns of ranks.
+
+    All chunks have the same size, so the last one may extend beyond the segment.
+    """
     at, width = row.index(rank), len(row)
     each = -(-length // width)
     if width > 1:

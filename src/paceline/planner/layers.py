@@ -126,7 +126,7 @@ class Network:
         return not self.traced and self.name != "alexnet"
 
     def recomputing_norms(self) -> Network:
-        """Returns the network as it runs with `run.accel.recompute_norms`."""
+        """Returns a copy that recomputes norms in the backward pass (`run.accel.recompute_norms`)."""
         layers = (replace(layer, recomputed=True) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 

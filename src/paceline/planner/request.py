@@ -94,7 +94,7 @@ class StepRequest:
         if profiled is None:
             if self.chip is None or net is None:
                 raise ConfigError(
-                    "--gpu", None, "give either --gpu or --profile",
+                    "--gpu", None, "the step is unknown: give either --gpu or --profile",
                     f"known GPUs are {', '.join(catalogue())}",
                 )  # fmt: skip
             return analytic_workload(net, self.chip, self.software)

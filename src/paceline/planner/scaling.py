@@ -219,7 +219,7 @@ def _row(found: Prediction, place: Cluster) -> ScalingRow:
 
 @contextmanager
 def _python_names() -> Iterator[None]:
-    """Replaces the names of flags in errors of the block by the arguments of `predict_scaling`."""
+    """Makes errors in the block name arguments of `predict_scaling` instead of command-line flags."""
     try:
         yield
     except ConfigError as error:

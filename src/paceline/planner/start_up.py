@@ -92,7 +92,7 @@ class StartUp:
         return self.process_s + self.meet_s + self.agree_s + self.backend_s
 
     def describe(self) -> str:
-        """Describes the parts in one line and marks the assumed times."""
+        """Describes how long each part of the start-up takes, in one line; marks assumed times."""
         nccl = f", NCCL {self.backend_s:,.0f} s (assumed)" if self.backend_s else ""
         return (
             f"processes {self.process_s:g} s (assumed), rendezvous {self.meet_s:.2g} s, {self.phases} "

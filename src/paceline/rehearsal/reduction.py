@@ -120,14 +120,14 @@ def compile_reduction(
 
 
 def _renumbered(plane: Plane, segment: int, segments: int) -> Plane:
-    """Returns the plane with a number that is unique among the planes of all segments."""
+    """Returns the plane (memory for partial sums) with a number that is unique among all segments."""
     return plane if plane == _ROW else (plane[0], plane[1] * segments + segment)
 
 
 class _Trees(NamedTuple):
     """The trees of additions of one segment, with a tree for each stretch between two `bounds`.
 
-    Nodes are integers. A node below the number of ranks is a leaf, the row of that rank. `kind`,
+    Nodes are integers. A node below the number of ranks is a leaf, the buffer of that rank. `kind`,
     `left` and `right` describe the remaining nodes in their order. `roots` has the root of each
     stretch.
     """

@@ -213,7 +213,7 @@ class Rehearsal(Synchronous):
         return {**super().describe(), "clock": clock}
 
     def start(self, training: Training) -> None:
-        """Starts the predicted clock, or continues the clock of the checkpoint.
+        """Starts to add up predicted times, from 0 or from the predicted time in the checkpoint.
 
         If the checkpoint has no predicted time, its steps are assumed to take as long as later
         ones.

@@ -75,7 +75,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """Runs that differ only in their seed, a row of the comparison.
+    """A row of the comparison: runs that differ only in their seed.
 
     Times and speeds are medians over the runs.
     """
@@ -269,7 +269,7 @@ def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
     matches = matches or {i for i, run in runs if run.resolve() == path}
     matches = matches or {i for i, run in runs if run.name == key}
     if len(matches) > 1:
-        raise ConfigError(option, given, "is a run of several rows", "give the path of the run")
+        raise ConfigError(option, given, "matches runs in several rows", "give the path of the run")
     if not matches:
         known = [*(row.label for row in rows), *(run.name for _, run in runs)]
         raise ConfigError(option, given, "names no row and no run", nearest(key, known))
@@ -277,7 +277,7 @@ def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
 
 
 def identity(settings: Settings) -> str:
-    """Returns a text that is equal for equal settings in any order; 1 and 1.0 are equal."""
+    """Returns a key by which runs are grouped: equal settings in any order have equal keys."""
     return json.dumps({key: _plain(value) for key, value in settings.items()}, sort_keys=True)
 
 

@@ -228,7 +228,7 @@ class Steps:
         return known(self[name])
 
     def last(self, name: str) -> float | None:
-        """Returns the value of the last step, or None if it is unknown."""
+        """Returns the value of column `name` in the last step, or None if it is unknown."""
         return None if not len(self) or np.isnan(self[name][-1]) else float(self[name][-1])
 
     def sums(self, field_name: str, selected: Bools | None = None) -> dict[str, float]:

@@ -40,7 +40,7 @@ class BatchInProgress(ABC):
         """Fills the part `chunk` of the batch, in any thread. Raises DataError if storage fails."""
 
     def complete(self) -> None:  # noqa: B027  (optional step)
-        """Runs after all chunks are filled, in the thread that filled the last one."""
+        """Runs after all parts of the batch are filled, in the thread that filled the last one."""
 
     @abstractmethod
     def finish(self, dropped: Sequence[int]) -> Batch:
@@ -52,7 +52,7 @@ class Decoder(ABC):
 
     Attributes:
         draws: Number of random numbers that the augmentation of a sample uses.
-        workers: Number of threads that fill chunks. With 0, the consumer's thread fills them.
+        workers: Number of threads that decode. With 0, the consumer's thread decodes.
         corrupt: Samples that are known to be corrupt before the first batch.
     """
 

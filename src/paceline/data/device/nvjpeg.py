@@ -146,7 +146,7 @@ def _at_scan(found: JpegFile | None, components: int, restarts: bool) -> JpegFil
 
 
 def _is_plain(marker: int, segment: bytes) -> bool:
-    """Returns True if all decoders give the same pixels despite this segment."""
+    """Returns True unless this metadata segment makes decoders return different pixels."""
     if marker == _APP1:
         return _is_upright(segment)
     if marker == _ADOBE:

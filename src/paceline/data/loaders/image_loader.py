@@ -174,8 +174,8 @@ class ImageLoader:
         too_few = len(self.source) < self.world_size
         if train and (too_few or len(self) < 1):
             raise DataError(
-                f"{self.source.kind}: {len(self.source)} images for {self.world_size} ranks with batches "
-                f"of {batch_size}{' and drop_last' if drop_last else ''}",
+                f"{self.source.kind}: {len(self.source)} images are too few for {self.world_size} ranks "
+                f"with batches of {batch_size}{' and drop_last' if drop_last else ''}",
                 "use fewer ranks" if too_few else "use smaller batches or fewer ranks",
             )
 

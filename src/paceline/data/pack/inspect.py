@@ -308,7 +308,7 @@ def _checksum_problem(path: Path, shard: PackedShard) -> str:
     actual = digest.hexdigest()
     if actual == shard.sha256:
         return ""
-    return f"{path}: SHA-256 {actual[:12]}…, the manifest has {shard.sha256[:12]}…"
+    return f"{path}: its SHA-256 is {actual[:12]}…, but the manifest has {shard.sha256[:12]}…"
 
 
 def open_splits(

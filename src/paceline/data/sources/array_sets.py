@@ -124,7 +124,7 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
             header = file.read(header_bytes)
             if len(header) < header_bytes or header[:4] != magic:
                 raise DataError(
-                    f"{path}: no idx file of unsigned bytes in {dimensions} dimensions "
+                    f"{path}: is not an idx file of unsigned bytes in {dimensions} dimensions "
                     f"(begins with {header[:4].hex(' ')})",
                     _REMEDY,
                 )
@@ -234,7 +234,8 @@ def read_sheet(path: Path) -> Pixels:
         raise DataError(f"{path}: cannot be decoded ({error})", _REMEDY) from None
     if sheet.shape[1] != _PIXELS:
         raise DataError(
-            f"{path}: {sheet.shape[1]} pixels wide, a sheet of CIFAR-10 is {_PIXELS}", _REMEDY
+            f"{path}: is {sheet.shape[1]} pixels wide, but a sheet of CIFAR-10 is {_PIXELS}",
+            _REMEDY,
         )
     return sheet.reshape(-1, SIDE, SIDE, CHANNELS)
 
@@ -258,7 +259,7 @@ def read_binary(path: Path) -> tuple[Pixels, Int64]:
     content = np.frombuffer(_content(path), dtype=np.uint8)
     if not content.size or content.size % (1 + _BYTES):
         raise DataError(
-            f"{path}: {content.size} bytes, not a whole number of images of {1 + _BYTES}",
+            f"{path}: {content.size} bytes, which is not a multiple of {1 + _BYTES} bytes per image",
             _REMEDY,
         )
     rows = content.reshape(-1, 1 + _BYTES)

@@ -84,7 +84,7 @@ class CachedSource(WrappedSource):
             source: The source to read samples from that are not in the cache.
             store: Keeps the cached samples.
             channels: Channels of the decoded images to keep. None keeps what `source.read` returns.
-            limit_mib: Size limit in MiB, for the note.
+            limit_mib: Size limit in MiB, for a message to the user.
         """
         super().__init__(source)
         self.has_extents, self.pixels, self.retry = False, None, None

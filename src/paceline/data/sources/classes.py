@@ -53,5 +53,5 @@ def _pairs(content: Any, path: Path) -> list[tuple[int, str]]:
         if type(index) is not int or not isinstance(name, str):
             raise DataError(f"{path}: class {name!r} with index {index!r}", _FORM)
     if not pairs:
-        raise DataError(f"{path}: holds no classes", _FORM)
+        raise DataError(f"{path}: contains no classes", _FORM)
     return pairs

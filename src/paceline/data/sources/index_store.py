@@ -190,7 +190,7 @@ def index_path(shard: Path) -> Path:
 
 
 def write_index(path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
-    """Writes the index of a shard in the state `stamp` to `path`. Raises DataError if writing fails."""
+    """Writes an index to `path`, with the shard's size and time. Raises DataError if that fails."""
     ends, letters = index.names.parts
     header = _HEADER.pack(
         _MAGIC, stamp.size, stamp.mtime_ns, stamp.probe, len(index), len(letters)
@@ -201,7 +201,7 @@ def write_index(path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
 
 
 def read_index(path: Path, stamp: ShardStamp) -> ShardIndex | None:
-    """Reads the index of a shard in the state `stamp` from `path`. Returns None without such a file.
+    """Reads an index from `path`, and checks that it belongs to the shard. Returns None without a file.
 
     Raises:
         UnfitIndexError: If the index must not be used.

@@ -155,7 +155,7 @@ class PackManifest:
             content = parse_json(read_regular(path))
             if content["version"] != _VERSION:
                 raise DataError(
-                    f"{path}: version {content['version']!r}, this Paceline reads {_VERSION}",
+                    f"{path}: version {content['version']!r}, but this Paceline reads only {_VERSION}",
                     "pack into another directory",
                 )
             manifest = cls(directory, dict(content["options"]))
@@ -218,13 +218,13 @@ def encoder_versions() -> dict[str, str]:
 
 def _split(table: dict[str, Any]) -> PackedSplit:
     if not table.keys() >= {"shards", "corrupt"}:
-        raise ValueError("a split needs shards and corrupt")
+        raise ValueError("a split needs the keys shards and corrupt")
     split = from_table(PackedSplit, "splits", table)
     for shard in split.shards:
         # The name becomes a path, which must be valid and inside the directory.
         plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
         if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
-            raise ValueError(f"shard {short_repr(shard.name)}")
+            raise ValueError(f"invalid file name of a shard: {short_repr(shard.name)}")
     counts = [n for shard in split.shards for n in (shard.samples, shard.bytes, shard.stop)]
     if min(split.samples, split.copied, *counts) < 0:
         raise ValueError("counts must be whole numbers, 0 or more")

@@ -145,7 +145,7 @@ class TarShards(Source):
 
     def _place(self, i: int) -> tuple[TarFile, int, int]:
         if not 0 <= i < len(self.labels):
-            raise IndexError(f"sample {i} of {len(self.labels)}")
+            raise IndexError(f"sample {i} is out of range: there are {len(self.labels)} samples")
         file, offset, size = self._places[i].tolist()
         return self._files[file], offset, size
 
