@@ -71,7 +71,7 @@ def launch_convolution(
     Args:
         operand: The input of the convolution, or the gradient of its output.
         weight: The weight of the convolution.
-        tile: The tile of a program.
+        tile: The launch parameters of the kernel.
         forward: True to compute the convolution.
         epilogue: The operation that the kernel applies to the result (see `product_kernels`).
         side: True to store the operand, too.

@@ -233,7 +233,7 @@ def _build(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Returns True if the GPU is lost or memory is too small, which does not speak against one kernel."""
+    """Returns True for a lost GPU or too little memory, which are not the fault of one kernel."""
     return (
         isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | MemoryError)
         or "out of memory" in str(error).lower()

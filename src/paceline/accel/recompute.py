@@ -82,7 +82,7 @@ class ActivationSource:
 
 @dataclass(frozen=True)
 class RecomputedActivation:
-    """An activation that is not stored, given twice: for the branch and the shortcut of a block."""
+    """An activation that autograd does not store, as two tensors for the branch and the shortcut."""
 
     branch: Tensor
     shortcut: Tensor

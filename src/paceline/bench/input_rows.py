@@ -1,4 +1,4 @@
-"""`paceline bench input`: the speed of input pipelines.
+"""Measures the speed of input pipelines (`paceline bench input`).
 
 A row is one pipeline with its settings; its result is the number of images per second that arrive
 as normalized tensors on the device. Batches that were prefetched before the start are not counted.

@@ -128,7 +128,7 @@ def _available(what: str, there: bool, remedy: str) -> Finding:
 
 
 def check_decoder() -> Iterator[Finding]:
-    """Yields if the C library that decodes crops of JPEGs works.
+    """Checks if the C library that decodes crops of JPEGs works.
 
     A missing one is no problem, because Pillow replaces it.
     """

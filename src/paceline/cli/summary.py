@@ -46,7 +46,7 @@ def rich_table(table: Table, *, boxed: bool, caption: str | None = None) -> Rich
 
 
 def widen_pipe(console: Console, tables: Iterable[RichTable]) -> None:
-    """Sets the width of a pipe to the widest table, so that each row is one line."""
+    """Makes output to a pipe as wide as the widest table, so that each row is one line."""
     if not console.is_terminal:
         wide = console.options.update(width=10_000)
         widths = (console.measure(table, options=wide).maximum for table in tables)

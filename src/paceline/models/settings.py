@@ -129,7 +129,7 @@ class ModelSettings:
     """Parameters to freeze: glob patterns of their names (`layer1.*`), or names of modules (`layer1`).
     Batch norms whose parameters are all frozen use their running statistics."""
     num_classes: int | None = None
-    """Number of classes. If unset: that of the data."""
+    """Number of classes; unset, that of the data."""
     stem: str = "auto"
     """First layers of a ResNet: `imagenet` (7×7, stride 2, max-pool), `small` (3×3, stride 1), or
     `auto` (`small` for images of at most 64 pixels)."""

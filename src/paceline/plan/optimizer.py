@@ -1,7 +1,7 @@
 """Finds the plan with the shortest predicted step: buckets, algorithms and number formats.
 
-Uses dynamic programming, which is exact if one bucket is exchanged at a time. F(j), the earliest end of
-the exchange of the first j gradients, is the minimum over i < j of max(F(i), ready(j)) + cost(i, j). Here
+Uses dynamic programming, which is exact if one bucket is all-reduced at a time. F(j), the earliest end
+of the all-reduces of the first j gradients, is the minimum over i < j of max(F(i), ready(j)) + cost(i, j). Here
 the last bucket contains the gradients i + 1 to j. If the earlier buckets end sooner, the last bucket does
 not end later, so an optimal plan consists of optimal partial plans. The cost of a bucket is the sum of
 the costs of its messages. Each message uses the cheapest algorithm and the cheapest allowed format.
@@ -347,7 +347,7 @@ class BucketCost:
         return float(self._by_wire[wire].seconds[first, stop])
 
     def names(self, wire: str, first: int, stop: int) -> tuple[str, str]:
-        """Returns the algorithm of the larger message and the algorithm of the smaller messages."""
+        """Returns the algorithms for the bucket's larger message and for its smaller messages."""
         return self._by_wire[wire].names(first, stop)
 
 

@@ -60,7 +60,7 @@ def register(
     """Returns a decorator that adds a schedule to the algorithms, under the name of its function.
 
     Args:
-        depth: Number of segments of a buffer that are exchanged concurrently.
+        depth: Number of segments of a buffer that are summed concurrently.
         least_bytes: The smallest size of a segment.
         most_bytes: The largest size of a segment.
         tuned: True if `paceline tune` tries the algorithm by default.
@@ -213,7 +213,7 @@ def _chained(*phases: Steps) -> Steps:
 
 
 def _joined(steps: Steps, rounds: int) -> Steps:
-    """Merges the last of the given `rounds` rounds with the first round of the steps that follow."""
+    """Omits the pause after the last of `rounds` rounds, so that the next steps join this round."""
     for step in steps:
         if isinstance(step, Pause):
             rounds -= 1

@@ -147,7 +147,7 @@ class Algorithm:
     Attributes:
         name: The name of the algorithm.
         schedule: The generator function that yields the steps of a rank.
-        depth: Number of segments that are exchanged concurrently. A buffer that is too short for so
+        depth: Number of segments that are summed concurrently. A buffer that is too short for so
             many segments of `least_bytes` has fewer.
         least_bytes: The smallest size of a segment; a shorter buffer is one segment.
         most_bytes: The largest size of a segment; a longer buffer has more than `depth` segments.

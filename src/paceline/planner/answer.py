@@ -55,7 +55,7 @@ class Question:
         return predict(self.workload, cluster, plan, self.batch)
 
     def is_priced(self, cluster: Cluster) -> bool:
-        """Returns True if the cost of at least one allowed algorithm is known for the cluster."""
+        """Returns True if the time of at least one allowed all-reduce algorithm can be predicted."""
         return any(is_priced(name, cluster) for name in self.algorithms)
 
 

@@ -287,7 +287,7 @@ def network(
         name: The name of the model.
         image_size: The edge length of the images in pixels.
         num_classes: The number of outputs of the model.
-        stem: The stem of a ResNet: `imagenet`, `small`, or `auto` to choose by image size as a training.
+        stem: The stem of a ResNet: `imagenet`, `small`, or `auto` for the choice of training.
         channels: The number of channels of an image.
 
     Raises:

@@ -347,7 +347,7 @@ def limits_of(
     net: Network | None, gpu: Accelerator | None, limit: BatchLimit | None = None,
     minutes: float = 0.0, budget: float = 0.0, price: float = 0.0, half: bool | None = None,
 ) -> Limits:  # fmt: skip
-    """Builds limits, including the largest batch that fits the memory of the accelerator.
+    """Builds `Limits`, with the largest batch that fits into the memory of the accelerator.
 
     Args:
         net: The layers of the model, if known.

@@ -130,7 +130,7 @@ class ClusterRequest:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The given arguments of `gpu_cluster`, which cannot be combined with a cluster file."""
+        """The arguments of `gpu_cluster` that the user gave; a cluster file excludes them."""
         names = ("gpus_per_node", "node_gbps", "latency_us", "links", "oversubscription")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

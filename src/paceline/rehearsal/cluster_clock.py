@@ -1,7 +1,6 @@
 """`ClusterClock`: the predicted times of training on the cluster that a rehearsal simulates.
 
-`cluster_clock` creates it: the planner predicts the time of a step, an evaluation and the start-up
-with the fusion plan of the run.
+`cluster_clock` creates it from the planner's predictions for a step, an evaluation and the start-up.
 """
 
 from __future__ import annotations

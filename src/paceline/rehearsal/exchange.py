@@ -4,7 +4,7 @@ The ranks of the cluster are virtual: this process computes their gradients one 
 other, and calls `end_rank` after each. Each bucket is rounded to its wire format and added to the
 partial sums of earlier ranks, in the order and with the roundings of the plan's algorithm
 (`reduction`). So the sums are bit-identical to those on the cluster. `reduce` then writes the sums
-to the gradient buffers, like an exchange over a network.
+to the gradient buffers, like an all-reduce over a network.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class VirtualAllReduce:
 
 
 class RehearsedExchange(GradientExchange):
-    """Sums the gradients of virtual ranks in one process, in place of an exchange over a network.
+    """Sums the gradients of virtual ranks in one process, in place of an all-reduce over a network.
 
     In a step, the caller first calls `begin`. Then it runs, for each rank in `order`, the
     micro-steps of that rank and calls `end_rank`. At the end it calls `reduce`.

@@ -122,7 +122,7 @@ def _epochs(row: CompareRow) -> str:
 
 
 def compare_table(comparison: Comparison) -> Table:
-    """Returns a table with a row for each group of seeds and for each incomplete run."""
+    """Returns a table with one row for runs that differ only in the seed, and for each incomplete run."""
     rows = comparison.rows
     columns = [
         column

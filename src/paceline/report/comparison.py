@@ -86,7 +86,7 @@ class CompareRow:
 
     @property
     def first(self) -> ComparedRun:
-        """The first run, for properties that all runs share."""
+        """The first run of the row, for properties that all its runs share."""
         return self.runs[0]
 
     @property

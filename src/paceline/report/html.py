@@ -16,7 +16,7 @@ from paceline.report.tables import Table
 
 
 def document(title: str, parts: Iterable[str], script: str = "") -> str:
-    """Builds a page.
+    """Builds a complete HTML page.
 
     Args:
         title: The title of the page, as plain text.

@@ -289,7 +289,7 @@ class Efficiency:
 
     @property
     def e(self) -> float:
-        """The scaling efficiency, including evaluations and checkpoints."""
+        """The scaling efficiency; time for evaluations and checkpoints counts as lost."""
         return max(0.0, 1.0 - sum(self.lost.values()))
 
     @classmethod

@@ -253,7 +253,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _read_table(file: Path, kind: str, parse: Callable[[bytes], Any]) -> Record | None:
-    """Returns the table in a file, or None if the file does not exist."""
+    """Returns the keys and values in a TOML or JSON file, or None if there is no file."""
     if not file.exists():
         return None
     try:

@@ -294,7 +294,7 @@ class DiskStore:
         return f"in {self._root}{stopped}"
 
     def close(self) -> None:
-        """Closes the counter file. The cached samples remain on disk."""
+        """Closes the file that counts the used bytes. The cached samples remain on disk."""
         with suppress(OSError):
             os.close(self._used)
             os.close(self._users)

@@ -133,8 +133,8 @@ class PackedSplit:
 class PackManifest:
     """Contents of `pack.json`: the options of `paceline pack`, and the shards that are complete.
 
-    The file is replaced atomically after each shard. The manifest lets a pack continue after an
-    interruption, and prevents that different packs write to the same directory.
+    The file is replaced atomically after each shard. The manifest lets `paceline pack`
+    continue after an interruption, and prevents that other data or options are used for the rest.
     """
 
     def __init__(self, directory: Path, options: Mapping[str, object]) -> None:

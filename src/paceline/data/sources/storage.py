@@ -94,7 +94,7 @@ class ShardStamp:
 
     @classmethod
     def of(cls, path: Path) -> ShardStamp:
-        """Returns the stamp of a file. Raises OSError if it cannot be read."""
+        """Returns size and time of a file. Raises OSError if the file cannot be read."""
         descriptor = regular_descriptor(path)
         try:
             status = os.fstat(descriptor)

@@ -265,5 +265,5 @@ def scan_file(path: Path, retry: Retry) -> ShardIndex:
 
 
 def stamp_of(path: Path, retry: Retry) -> ShardStamp:
-    """Returns the stamp of a shard. Raises DataError if the shard cannot be read."""
+    """Returns size and time of a shard (`ShardStamp`). Raises DataError if it cannot be read."""
     return retry.read(path, lambda: ShardStamp.of(path))
