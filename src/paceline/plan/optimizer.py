@@ -1,10 +1,11 @@
 """Finds the plan with the shortest predicted step: buckets, algorithms and number formats.
 
 Uses dynamic programming, which is exact if one bucket is all-reduced at a time. F(j), the earliest end
-of the all-reduces of the first j gradients, is the minimum over i < j of max(F(i), ready(j)) + cost(i, j). Here
-the last bucket contains the gradients i + 1 to j. If the earlier buckets end sooner, the last bucket does
-not end later, so an optimal plan consists of optimal partial plans. The cost of a bucket is the sum of
-the costs of its messages. Each message uses the cheapest algorithm and the cheapest allowed format.
+of the all-reduces of the first j gradients, is the minimum over i < j of max(F(i), ready(j)) + cost(i,
+j). Here the last bucket contains the gradients i + 1 to j. If the earlier buckets end sooner, the last
+bucket does not end later, so an optimal plan consists of optimal partial plans. The cost of a bucket is
+the sum of the costs of its messages. Each message uses the cheapest algorithm and the cheapest allowed
+format.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Estimates the memory of a training step on one GPU, and the largest batch that fits.
 
 The estimate adds up bytes by purpose at the peak of a step, without fitted constants. The purposes are
-weights, fp32 master weights, momentum, gradients (the flat buffers of the all-reduce and the tensors of the
-backward pass), activations, images, cuBLAS buffers, and the private memory of the CUDA graph. Workspaces
-that cuDNN tries before the first step are left out, because they use free memory only. docs/planner.md
-compares the result with measured peaks.
+weights, fp32 master weights, momentum, gradients (the flat buffers of the all-reduce and the tensors of
+the backward pass), activations, images, cuBLAS buffers, and the private memory of the CUDA graph.
+Workspaces that cuDNN tries before the first step are left out, because they use free memory only.
+docs/planner.md compares the result with measured peaks.
 """
 
 from __future__ import annotations
