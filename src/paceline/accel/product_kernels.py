@@ -197,7 +197,7 @@ def _fold(
 def _no_sums(
     TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Returns zeros in the shape of the result of `_fold`."""
+    """Returns zeros, to which results of `_fold` are added."""
     if TURNED:
         sums = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     else:

@@ -86,7 +86,6 @@ def _step_flags(
     classes: int | None = typer.Option(None, help="Outputs of the model; 1000."),
     channels: int | None = typer.Option(None, help="Channels of an image; 3."),
 ) -> _Step:
-    """Makes a `_Step` from the flags that describe the training step."""
     return _Step(model, gpu, software, profile, image_size, classes, channels)
 
 
@@ -103,7 +102,6 @@ def _cluster_flags(
     oversubscription: float | None = typer.Option(None, help="Between nodes; 1."),
     cluster: Path | None = typer.Option(None, help="A file of paceline tune, instead of flags."),
 ) -> ClusterRequest:
-    """Makes a `ClusterRequest` from the flags that describe the cluster."""
     return ClusterRequest(
         nodes, gpus_per_node, node_gbps, latency_us, links, oversubscription, cluster
     )
@@ -199,7 +197,6 @@ def _batch(given: int | None, question: Question, place: Cluster, limits: Limits
 
 
 def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
-    """Returns True if the ranks have GPUs."""
     if file.probed is not None:
         return file.probed.device == "cuda"
     if chip is not None:

@@ -150,7 +150,6 @@ def _check_known(package: str, model: str, known: list[str], name: str) -> None:
 
 
 def _zoo(package: str, name: str) -> Any:
-    """Imports timm or torchvision."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             _FIELD, name, f"needs the package {package}, which is not installed",
@@ -171,7 +170,6 @@ def _zoo(package: str, name: str) -> Any:
 
 
 def _imported_factory(name: str) -> Callable[..., object]:
-    """Imports the function or class that a name `module:attribute` denotes."""
     factory = import_object(_FIELD, name)
     if isinstance(factory, nn.Module):
         raise ConfigError(

@@ -321,7 +321,7 @@ def _close_batch(run: list[int], arrivals: list[Arrival], ops: list[Op]) -> None
 
 
 def _changes_later(steps: Sequence[Step]) -> list[bool]:
-    """Returns, for each step, True if it sends a span to which a later step adds."""
+    """Returns, for each step, True if it is a `Send` of values to which a later step adds."""
     changes: list[bool] = []
     added: list[Span] = []
     for step in reversed(steps):

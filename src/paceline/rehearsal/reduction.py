@@ -384,7 +384,6 @@ class _Program:
 
 
 def _parents(trees: _Trees, ranks: int, root: int) -> dict[int, int]:
-    """Returns the parent of each node in the tree with this root."""
     parent_of: dict[int, int] = {}
     stack = [root]
     while stack:

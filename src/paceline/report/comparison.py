@@ -248,7 +248,7 @@ def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareR
 
 
 def _renamed(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareRow]:
-    """Replaces labels by the names that the user gave as RUN=NAME."""
+    """Gives rows the names that the user chose with RUN=NAME."""
     renamed = list(rows)
     for text in labels:
         key, equals, name = text.rpartition("=")  # a path may contain `=`, too

@@ -133,7 +133,6 @@ def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
 
 
 def _logged_section(run: RunFiles) -> str:
-    """Builds a table and charts of the metrics that callbacks logged."""
     table = section("Logged metrics", [tables.logged_table(run)])
     return table + figures(logged_charts(run)) if table else ""
 

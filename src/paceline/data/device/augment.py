@@ -92,7 +92,6 @@ class DeviceAugment:
         return self._pixels.index_select(0, source.view(-1)).view(len(indices), size, size, -1)
 
     def _cutout_mask(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns a mask, samples × height × width, that is True inside the cutout."""
         away = self._sides - numbers[-2:, :, None]
         rows, columns = ((away >= 0) & (away < self._cutout)).unbind()
         mask: torch.Tensor = rows[:, :, None] & columns[:, None, :]

@@ -227,7 +227,6 @@ def _images(
 
 
 def _inode(folder: Path | str) -> tuple[int, int]:
-    """Returns device and inode, which identify a directory."""
     try:
         status = os.stat(folder)  # noqa: PTH116
     except OSError as error:

@@ -50,7 +50,6 @@ def _opened(settings: DataSettings, split: Split, classes: Sequence[str] | None)
 
 
 def _cached(source: Source, settings: DataSettings, split: Split) -> Source:
-    """Wraps `source` in the cache that `data.cache` names, if any."""
     if settings.cache == "none":
         return source
     cached = load_part("data.sources.cache:cached", "data.cache", settings.cache)

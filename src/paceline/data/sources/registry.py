@@ -26,9 +26,11 @@ class SourceKind:
     """The functions that open one kind of data.
 
     Attributes:
-        open_split: Opens one split. The arguments are the settings, the split, the class names of
-            the training split or None, and True if files may be written next to the data.
-        validation: Returns a text that names the validation set of the data, or "" if it has none.
+        open_split: Function that opens one split. Its arguments are the settings, the split, the
+            class names of the training split or None, and True if files may be written next to the
+            data.
+        validation: Function that returns a text that names the validation set of the data, or "" if
+            it has none.
     """
 
     open_split: Callable[[DataSettings, Split, Sequence[str] | None, bool], Source]
