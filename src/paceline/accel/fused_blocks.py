@@ -79,7 +79,7 @@ class Link:
 
 @dataclass
 class Normed:
-    """The activation norm(x), which is not stored, for the output `x` of a convolution."""
+    """The activation norm(x) for the output `x` of a convolution, which is stored in its place."""
 
     x: Tensor
     saved: Tensor
