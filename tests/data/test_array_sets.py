@@ -120,11 +120,17 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
 @pytest.mark.parametrize(
     ("form", "name", "read", "change", "said"),
     [
-        ("bin", "test_batch.bin", read_binary, lambda c: c[:-1], "12291 bytes, not a whole number"),
+        (
+            "bin",
+            "test_batch.bin",
+            read_binary,
+            lambda c: c[:-1],
+            "12291 bytes, which is not a multiple",
+        ),
         ("bin", "test_batch.bin", read_binary, lambda c: b"\x0a" + c[1:], "label 10 at position 0"),
         ("png", "test_batch.png", read_sheet, lambda c: c[:-900], "cannot be decoded"),
         ("png", "test_lables.json", read_labels, lambda c: b"\xff[]", "is not JSON"),
-        ("png", "test_lables.json", read_labels, lambda c: b"{}", "is not a list"),
+        ("png", "test_lables.json", read_labels, lambda c: b"{}", "is not a JSON list"),
         ("png", "test_lables.json", read_labels, lambda c: b"[1, 10]", "label 10 at position 1"),
         ("png", "test_lables.json", read_labels, lambda c: b'["3"]', "label '3' at position 0"),
     ],

@@ -169,7 +169,7 @@ class Items(Pictures):
         (lambda i: (pixels(i), "cat"), r"has label 'cat'"),
         (lambda i: (pixels(i), True), r"has label True"),
         (lambda i: (pixels(i), torch.zeros(3)), r"has label a tensor"),
-        (lambda i: (pixels(i), -1), r"Items\[0\] label -1 is outside"),
+        (lambda i: (pixels(i), -1), r"Items\[0\] has label -1, but"),
         (lambda i: {"picture": 1, "label": 0}, r"has the keys 'picture', 'label'"),
         (lambda i: {}[i], r"Items\[0\] raised KeyError: 0; fix the dataset"),
     ],
