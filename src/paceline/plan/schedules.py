@@ -1,9 +1,8 @@
 """All-reduce algorithms as schedules: what one rank sends, receives and adds.
 
-A schedule is a generator function that yields the steps of one rank for one segment (part) of a
-buffer. `paceline.comm` executes it over Gloo or NCCL, and a formula in `paceline.plan.cost`
-predicts its time. A span is a range of elements. Every schedule obeys these rules, which tests
-check:
+A schedule yields the steps of one rank for one segment (part) of a buffer; a span is a range of elements.
+`paceline.comm` executes it over Gloo or NCCL, and a formula in `paceline.plan.cost` predicts its time.
+Every schedule obeys these rules, which tests check:
 
 - Messages between two ranks keep their order: the n-th message that one rank sends to the other is the
   n-th message that the other rank receives, with the same span.
@@ -268,10 +267,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
 
 
 def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Sends the span to all members, which all add in the same order.
-
-    So their sums are bit-identical.
-    """
+    """Sends the span to all members, which add in the same order, so their sums are bit-identical."""
     at = members.index(rank)
     others = tuple(member for member in members if member != rank)
     for other in (*others[at:], *others[:at]):
@@ -284,10 +280,7 @@ def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
 def _to_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Sends each chunk of the segment to one member, which adds the chunks of all members.
-
-    This is a reduce-scatter.
-    """
+    """Reduce-scatter: sends each chunk of the segment to one member, which adds all members' chunks."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -304,10 +297,7 @@ def _to_owners(
 def _from_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Sends each summed chunk of the segment from the member that has it to all others.
-
-    This is an all-gather.
-    """
+    """All-gather: sends each summed chunk of the segment from the member that has it to all others."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -484,10 +474,7 @@ def _nested_hierarchical(
 def _nested_torus2d(
     rank: int, row: tuple[int, ...], columns: Sequence[tuple[int, ...]], length: int
 ) -> Steps:
-    """Runs `torus2d` with the backend's collectives in rows and columns of ranks.
-
-    All chunks have the same size, so the last one may extend beyond the segment.
-    """
+    """Runs `torus2d` with the backend's collectives; the last chunk may extend beyond the segment."""
     at, width = row.index(rank), len(row)
     each = -(-length // width)
     if width > 1:

@@ -217,7 +217,7 @@ class NvJpeg:
             _raise_if_memory(error)
             raise ConfigError(
                 "data.decoder", "nvjpeg", f"nvJPEG does not work here ({error})",
-                f"install the version of nvJPEG for this version of CUDA, {_INSTEAD}",
+                f"install the nvJPEG of this CUDA, {_INSTEAD}",
             ) from None  # fmt: skip
 
     def __call__(self, files: Sequence[JpegFile]) -> Decoded:
@@ -238,7 +238,7 @@ class NvJpeg:
         except NvJpegError as error:
             _raise_if_memory(error)
             raise RunError(
-                f"nvJPEG no longer decodes a valid test file ({error})",
+                f"nvJPEG no longer decodes even a sound file ({error})",
                 "start again with --resume auto, or set data.decoder = 'auto'",
             ) from error
         images = [one.images[0] if one else None for one in alone]
@@ -254,7 +254,7 @@ class NvJpeg:
     def _decode_sound(self) -> None:
         found = self._decode([sound_jpeg()])
         if found.images[0] is None:
-            raise NvJpegError(f"it does not decode a valid test file: {found.problem}", _INTERNAL_ERROR)
+            raise NvJpegError(f"a sound file: {found.problem}", _INTERNAL_ERROR)
 
     def _decode(self, files: Sequence[JpegFile]) -> Decoded:
         stored = StoredFiles([file.data for file in files])
