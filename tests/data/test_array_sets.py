@@ -120,13 +120,7 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
 @pytest.mark.parametrize(
     ("form", "name", "read", "change", "said"),
     [
-        (
-            "bin",
-            "test_batch.bin",
-            read_binary,
-            lambda c: c[:-1],
-            "12291 bytes, which is not a multiple",
-        ),
+        ("bin", "test_batch.bin", read_binary, lambda c: c[:-1], "12291 bytes, which is not a mul"),
         ("bin", "test_batch.bin", read_binary, lambda c: b"\x0a" + c[1:], "label 10 at position 0"),
         ("png", "test_batch.png", read_sheet, lambda c: c[:-900], "cannot be decoded"),
         ("png", "test_lables.json", read_labels, lambda c: b"\xff[]", "is not JSON"),
@@ -215,15 +209,12 @@ def test_a_part_that_is_missing(tmp_path: Path) -> None:
     [
         (b"", "is not an idx file of unsigned bytes in 3 dimensions"),
         (GOOD[:10], "is not an idx file"),
-        (GOOD[:-1], "has 119 bytes of data, but its header gives 120"),
-        (GOOD + b"x", "has more bytes of data, but its header gives 120"),
+        (GOOD[:-1], "has 119 bytes, but its header gives 120"),
+        (GOOD + b"x", "has more bytes, but its header gives 120"),
         (b"\0\0\x0d\x03" + GOOD[4:], r"is not an idx file .*begins with 00 00 0d 03"),
         (b"\0\0\x08\x01" + GOOD[4:], "is not an idx file"),
-        (
-            GOOD[:4] + b"\xff" * 12 + GOOD[16:],
-            "the header gives 79,228,162,458,924,105,385,300,197,375 byt",
-        ),
-        (GOOD[:4] + b"\0\0\0\x07" + GOOD[8:], "has 120 bytes of data, but its header gives 140"),
+        (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "too large, 79,228,162,458,924,105,385,300,197,375"),
+        (GOOD[:4] + b"\0\0\0\x07" + GOOD[8:], "has 120 bytes, but its header gives 140"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -260,7 +251,7 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path, asked: list[int]) -> None:
     """A small file that would fill the memory: no more is unpacked than the header says."""
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(GOOD + bytes(50_000_000), compresslevel=1))
-    with pytest.raises(DataError, match="has more bytes of data"):
+    with pytest.raises(DataError, match="has more bytes"):
         read_idx(path, 3)
     assert asked == [16, 121]
 
@@ -270,7 +261,7 @@ def test_a_header_that_claims_gigabytes_gets_no_such_buffer(
 ) -> None:
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 15, 1 << 15)))
-    with pytest.raises(DataError, match="has 0 bytes of data"):
+    with pytest.raises(DataError, match="has 0 bytes"):
         read_idx(path, 3)
     assert max(asked) <= 1 << 25
 

@@ -60,7 +60,7 @@ def test_every_sample_once_in_an_epoch_over_all_ranks(samples: int, drop_last: b
     source, world = MemorySource(samples), 3
     if samples < 12 and drop_last:
         with pytest.raises(
-            DataError, match="3 images are too few for 3 ranks with batches of 4 and drop_last"
+            DataError, match="3 images are too few for 3 ranks with batches of 4 and"
         ):
             loader(source, rank=0, world_size=world, drop_last=True)
         return
@@ -78,9 +78,7 @@ def test_every_sample_once_in_an_epoch_over_all_ranks(samples: int, drop_last: b
 
 
 def test_fewer_samples_than_ranks() -> None:
-    with pytest.raises(
-        DataError, match="2 images are too few for 3 ranks with batches of 4; use fewer ranks"
-    ):
+    with pytest.raises(DataError, match="2 images are too few for 3 ranks .*; use fewer ranks"):
         loader(MemorySource(2), rank=0, world_size=3)
     found = []
     for rank in range(3):

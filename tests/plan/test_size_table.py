@@ -72,7 +72,7 @@ def test_the_papers_switch() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({}, "is not a table of algorithms"),
+        ({}, "is not a size table"),
         ({"sizes": []}, "has no row"),
         ({"sizes": [{"algorithm": "rign"}]}, "did you mean 'ring'"),
         ({"sizes": [{"algorithm": "ring", "up_to": 3}]}, "is not a row of a size table"),

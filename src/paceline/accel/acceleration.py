@@ -65,10 +65,7 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
     settings = _settings(context)
     if settings.fused_convolutions != "off" and not context.calibrates:
         raise ConfigError(
-            "example",
-            None,
-            "is needed, because fused_convolutions times its kernels on images",
-            "give a micro-batch of images",
+            "example", None, "is needed to time the kernels of fused_convolutions", "give images"
         )
     network = network_of(model)
     notes = []

@@ -56,9 +56,7 @@ def parse_switches(settings: list[str]) -> dict[str, Any]:
     switches = dict(parse_assignment(text) for text in settings)
     for name, flag in _FLAG_OF.items():
         if name in switches:
-            raise ConfigError(
-                "--set", name, "is set by another flag in this command", f"use {flag}"
-            )
+            raise ConfigError("--set", name, "has its own flag in this command", f"use {flag}")
     return switches
 
 
@@ -276,12 +274,7 @@ def allreduce(
     check_settings(device, backend, group_size)
     own = wire_format(wire, "--wire").algorithm
     if wire == AUTO:
-        raise ConfigError(
-            "--wire",
-            wire,
-            "sends each gradient in its own dtype, but the benchmark needs one format",
-            "name a format",
-        )
+        raise ConfigError("--wire", wire, "sends gradients in their own dtype", "name a format")
     names = parse_algorithms(algorithms)
     if own and algorithms != "all":
         problem = f"cannot be used with {wire}, which only {own} can sum"

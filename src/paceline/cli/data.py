@@ -67,10 +67,7 @@ def pack_data(
                 on_note=_echo,
             )  # fmt: skip
     except KeyboardInterrupt:
-        typer.echo(
-            "interrupted: complete shards are kept; run the same command again to continue",
-            err=True,
-        )
+        typer.echo("interrupted: finished shards are kept; the same command continues", err=True)
         return 130
     finally:
         for opened in sources.values():

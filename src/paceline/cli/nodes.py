@@ -65,28 +65,19 @@ class Node:
         if count == 1:
             for flag, value in (("--node-rank", rank), ("--master-addr", address)):
                 if value is not None:
-                    raise ConfigError(
-                        flag, value, "is used with several nodes only", "give --nnodes"
-                    )
+                    raise ConfigError(flag, value, "needs several nodes", "give --nnodes")
             return cls(processes, port=port)
         if rank is None:
             found = next((env[name] for name in _NODE_VARIABLES if env.get(name)), "")
             if not found.isdecimal():
-                raise ConfigError(
-                    "--node-rank", None, "is needed with several nodes", "give 0 on the first node"
-                )
+                raise ConfigError("--node-rank", None, "is needed", "give 0 on the first node")
             rank = int(found)
         if not 0 <= rank < count:
             raise ConfigError("--node-rank", rank, f"must be 0 to {count - 1}")
         address = address or env.get("MASTER_ADDR")
         address = address or first_slurm_host(env.get("SLURM_STEP_NODELIST", ""))
         if not address:
-            raise ConfigError(
-                "--master-addr",
-                None,
-                "is needed with several nodes",
-                "give the first node's address",
-            )
+            raise ConfigError("--master-addr", None, "is needed", "give the first node's address")
         text = env.get("MASTER_PORT", "")
         default = int(text) if text.isdecimal() else DEFAULT_PORT
         return cls(processes, count, rank, address, port or default)

@@ -5,8 +5,8 @@ TCPStore of the rendezvous, which outlives every rank. An event loop waits for s
 SIGCHLD, so the end of a rank is known at once.
 
 Without `min_ranks`, a failed rank ends the other ranks, which may start again. With it, once all ranks
-have met, the supervisor announces the loss in the TCPStore (`LossLog`), and survivors continue without the
-rank. It also ends ranks that survivors report as silent, so that none of them wakes up later.
+have met, the supervisor announces the loss in the TCPStore (`LossLog`), and survivors continue without
+the rank. It also ends ranks that survivors report as silent, so that none of them wakes up later.
 """
 
 from __future__ import annotations

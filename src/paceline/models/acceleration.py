@@ -144,9 +144,7 @@ def register_acceleration(name: str, acceleration: Acceleration) -> None:
     if missing or isinstance(acceleration, type):
         problem = f"has no {missing[0]}" if missing else "is a class"
         shown = getattr(acceleration, "__name__", type(acceleration).__name__)
-        raise ConfigError(
-            "acceleration", shown, problem, "give an object with the methods supports and apply"
-        )
+        raise ConfigError("acceleration", shown, problem, "give an object with supports and apply")
     _ACCELERATIONS.register(name, acceleration)
 
 

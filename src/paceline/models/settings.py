@@ -148,7 +148,7 @@ class ModelSettings:
         check.number("num_classes", "at least 1", "leave it out to take the number from the data")
         if self.arguments_table() and self.name in MODEL_NAMES:
             raise ConfigError(
-                "model.arguments", self.arguments, f"model {self.name} takes no arguments",
+                "model.arguments", self.arguments, f"{self.name} takes no arguments",
                 "use the other settings of [model]",
             )  # fmt: skip
         for pattern in self.freeze:
@@ -158,10 +158,7 @@ class ModelSettings:
         check.known("stem", STEM_NAMES)
         if self.stem != "auto" and self.stem not in STEMS_OF_MODEL.get(self.name, ()):
             raise ConfigError(
-                "model.stem",
-                self.stem,
-                f"model {self.name} has no such stem",
-                "set model.stem to 'auto'",
+                "model.stem", self.stem, f"{self.name} has no such stem", "set model.stem to 'auto'"
             )
 
     def arguments_table(self) -> dict[str, Any]:

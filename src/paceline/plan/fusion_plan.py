@@ -122,10 +122,7 @@ class FusionPlan:
             return cls(tuple(_from_row(row) for row in table["buffer"]))
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                "plan",
-                None,
-                f"is not a plan with buckets of gradients ({error})",
-                "make a new plan",
+                "plan", None, f"not a plan with buckets ({error})", "make a new plan"
             ) from None
 
 

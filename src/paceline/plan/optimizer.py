@@ -326,13 +326,11 @@ class BucketCost:
     ) -> None:  # fmt: skip
         if not algorithms:
             known = ", ".join(algorithm_names())
-            raise ConfigError(
-                "--algorithm", None, "no all-reduce algorithm is allowed", f"use {known}"
-            )
+            raise ConfigError("--algorithm", None, "no algorithm given", f"use {known}")
         algorithms = [name for name in algorithms if is_priced(name, cluster)] or algorithms
         self.wires = wire_names(wires)
         if not self.wires:
-            raise ConfigError("--wire", None, "no number format is allowed", "use auto")
+            raise ConfigError("--wire", None, "no format given", "use auto")
         counts = np.array([[g.elements * g.half, g.elements * (not g.half)] for g in gradients])
         held, in_buckets = _runs(counts), _runs(padded(counts))
         tables = [_WireCost(held, in_buckets, wire, cluster, algorithms) for wire in self.wires]

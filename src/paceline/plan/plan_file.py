@@ -346,12 +346,7 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
     if "workload" in tables:
         workload = tables["workload"]
         if not isinstance(workload, Mapping):
-            raise ConfigError(
-                "workload",
-                workload,
-                "is not a table",
-                "write it again with paceline profile or tune",
-            )
+            raise ConfigError("workload", workload, "is not a table", "profile it again")
     measured, chosen = _measured(tables.get("measured", []))
     why = convert(tables.get("why", []), tuple[str, ...], "why")
     sizes = SizeTable.from_table(tables) if "sizes" in tables else None

@@ -110,20 +110,15 @@ class SizeTable:
         rows = table.get("sizes")
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise ConfigError(
-                _FIELD,
-                None,
-                "is not a table of algorithms by buffer size",
-                "write [[sizes]] rows: up_to_bytes, algorithm",
+                _FIELD, None, "is not a size table", "write [[sizes]] rows: up_to_bytes, algorithm"
             )
         made = []
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping) or not {"algorithm"} <= set(row) <= _ROW_KEYS:
                 raise ConfigError(
-                    f"{_FIELD}[{number}]",
-                    row,
-                    "is not a row of a size table",
+                    f"{_FIELD}[{number}]", row, "is not a row of a size table",
                     "give algorithm and, except in the last row, up_to_bytes",
-                )
+                )  # fmt: skip
             made.append(SizeRow(row["algorithm"], row.get("up_to_bytes")))
         return cls(tuple(made))
 

@@ -213,9 +213,7 @@ class _Builder:
     def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
         size = (self.size + 2 * padding - kernel) // stride + 1
         if size < 1:
-            raise ConfigError(
-                "--image-size", None, "the images are too small for this model", "224 is usual"
-            )
+            raise ConfigError("--image-size", None, "is too small for this model", "224 is usual")
         return size
 
     def in_place_relu(self, name: str) -> None:

@@ -80,10 +80,7 @@ def _links(probed: ProbedCluster) -> Cluster:
     within, between = intra or inter, inter or intra
     if not counts or within is None or between is None:
         raise ConfigError(
-            "cluster.ranks",
-            sum(counts),
-            "the links between ranks were not measured",
-            "run paceline tune on at least two ranks",
+            "cluster.ranks", sum(counts), "has no measured links", "tune on at least two ranks"
         )
     # `contention` was measured with all ranks sending, as in a real exchange.
     busy = within.beta_s_per_byte * max(1.0, within.contention)

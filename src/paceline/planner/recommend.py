@@ -82,10 +82,7 @@ class Limits:
                 raise ConfigError(flag, value, f"must be from 0 to {_MAX_VALUE:g}")
         if self.budget and not self.price:
             raise ConfigError(
-                "--budget",
-                self.budget,
-                "needs the price of a GPU",
-                "give --price-per-gpu-hour, too",
+                "--budget", self.budget, "needs a price", "give --price-per-gpu-hour, too"
             )
         if self.global_batch < 1:
             raise ConfigError("--max-global-batch", self.global_batch, "must be at least 1")

@@ -111,9 +111,7 @@ class Workload:
         if not 0 <= self.spread <= 1:
             raise _error("spread", self.spread, "must be from 0 to 1", "profile it again")
         if not 0 <= self.image_size <= MOST_PIXELS:
-            raise _error(
-                "image_size", self.image_size, "is not an image size in pixels", "profile it again"
-            )
+            raise _error("image_size", self.image_size, "is not an image size", "profile it again")
         if any(not 1 <= batch <= LARGEST_BATCH for batch in self.batches):
             raise _error("batches", list(self.batches), "are not batch sizes", "profile it again")
         self._check_gradients()
@@ -138,8 +136,7 @@ class Workload:
             if not last <= gradient.ready <= 1:
                 raise _error(
                     f"gradients.{gradient.name}.ready", gradient.ready,
-                    "must be from 0 to 1, and not below that of the gradient before it",
-                    "profile it again",
+                    "must be 0 to 1, and not below the gradient before it", "profile it again",
                 )  # fmt: skip
             last = gradient.ready
 
@@ -234,12 +231,7 @@ class Workload:
         work = table.get("workload")
         if not isinstance(work, Mapping) or not isinstance(work.get("gradients"), list):
             problem = "has no [workload] with gradients"
-            raise _error(
-                "workload",
-                None,
-                f"not a profile ({problem})",
-                "write it again with paceline profile",
-            )
+            raise _error("workload", None, f"not a profile ({problem})", "profile it again")
         return from_table(cls, "profile", work)
 
 
@@ -288,8 +280,7 @@ def fit_workload(
         if large > small and slower <= faster:
             raise ConfigError(
                 "--batch-size", f"{small}, {large}",
-                f"a step of {large} images took {1e3 * slower:.3g} ms, and one of {small} images "
-                f"{1e3 * faster:.3g} ms",
+                f"{large} images took {1e3 * slower:.3g} ms, but {small} took {1e3 * faster:.3g} ms",
                 "profile on a quiet machine, or with batches further apart",
             )  # fmt: skip
     # The update does not depend on the batch. With several batches, it cannot exceed the intercept of the

@@ -20,23 +20,22 @@ class RehearsalSettings:
     """The cluster that a rehearsal simulates, and data from which the speed there is predicted."""
 
     nodes: int = 0
-    """Number of nodes of the cluster; required for a rehearsal."""
+    """Nodes of the cluster; required."""
     gpus_per_node: int = 8
-    """Number of ranks on each node."""
+    """Ranks on each node."""
     gpu: str = ""
-    """GPU of the cluster, for the predicted times: a name from the planner's catalog, such as
-    `H100`, or a TOML file that describes another one (docs/planner.md)."""
+    """GPU, for the predicted times: a name of the planner's catalog, such as `H100`, or a TOML file
+    that describes another (docs/planner.md)."""
     profile: str = ""
-    """File of `paceline profile` or `tune` with the measured step of this model; unset, the step is
-    predicted from the layers of the model."""
+    """File of `paceline profile` or `tune` with the measured step of this model; unset, predicted
+    from its layers."""
     cluster: str = ""
     """File with the links of the cluster, as `paceline tune` writes it; replaces `node_gbps`."""
     node_gbps: float | None = None
     """Bandwidth of all network links of a node together, in Gb/s; unset, that of the reference
     system of `gpu`."""
     input_images_per_s: float = 0.0
-    """Images per second that the input pipeline of one rank delivers; 0 means that it is never the
-    bottleneck."""
+    """Images per second that the input pipeline of a rank delivers; 0: never the bottleneck."""
     eval_s: float | None = None
     """Seconds of one evaluation on the cluster; unset, predicted from the forward pass."""
     startup_s: float | None = None

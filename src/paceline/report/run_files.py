@@ -231,7 +231,7 @@ def _checked(file: Path) -> Iterable[Record]:
 def _with_step(record: Record, file: Path, number: int) -> Record:
     if not is_count(record.get("step", None if record["event"] in _WITH_STEP else 0)):
         raise DataError(
-            f"{file}: the step in line {number} is not a whole number",
+            f"{file}: step of line {number} is not a whole number",
             "restore the file, or delete that line",
         )
     return record
@@ -261,7 +261,5 @@ def _read_table(file: Path, kind: str, parse: Callable[[bytes], Any]) -> Record 
     except ParseError as error:
         raise DataError(f"{file} is not {kind}: {error}", "restore it, or delete it") from error
     if not isinstance(table, dict):
-        raise DataError(
-            f"{file} does not contain a table of keys and values", "restore it, or delete it"
-        )
+        raise DataError(f"{file} has no keys and values", "restore it, or delete it")
     return table

@@ -67,8 +67,7 @@ class RangeResult:
         """
         if len(rates) < _LEAST_STEPS:
             raise RunError(
-                f"the range test needs more steps: only {len(rates)} had a finite loss",
-                "start with a lower --from",
+                f"only {len(rates)} steps had a finite loss", "start with a lower --from"
             )
         smoothed = smooth(losses)
         lowest = min(range(len(smoothed)), key=smoothed.__getitem__)

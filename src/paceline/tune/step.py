@@ -116,9 +116,7 @@ def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
             outcome = step.collect()
             skipped += outcome.skipped
             if not math.isfinite(outcome.loss):
-                raise RunError(
-                    f"the step cannot be measured: the loss is {outcome.loss} at step {outcome.number}"
-                )
+                raise RunError(f"the loss is {outcome.loss} at step {outcome.number}")
 
         times = steady_times(
             lambda number: step.launch(number, 0.1), collect,

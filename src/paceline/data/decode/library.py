@@ -275,9 +275,7 @@ def check_square(out: Pixels) -> None:
     """Raises ValueError unless `out` is a square array of bytes to which the C library can write."""
     writable = out.flags.c_contiguous and out.flags.writeable and out.dtype == np.uint8
     if out.shape[0] != out.shape[1] or not writable:
-        raise ValueError(
-            f"the output array must be a contiguous, writable square of bytes, not {out.shape}"
-        )
+        raise ValueError(f"not a contiguous, writable square of bytes: {out.shape}")
 
 
 def addresses_of_squares(outs: Sequence[Pixels]) -> npt.NDArray[np.uint64]:

@@ -162,10 +162,7 @@ class RegionDecoder(PillowDecoder):
     def note(self) -> str:
         if not self._refused:
             return ""
-        return (
-            f"{self._refused:,} of {self._seen:,} samples were decoded by Pillow, "
-            "not the region decoder"
-        )
+        return f"{self._refused:,} of {self._seen:,} samples were decoded by Pillow instead"
 
 
 def create_decoder(source: Source, transform: SquareTransform, **options: Any) -> RegionDecoder:

@@ -141,9 +141,7 @@ class TrainLoader(_Base[int]):
     ) -> None:
         super().__init__(decoder, order.count, prefetch_batches, max_corrupt_share)
         if plan.samples != order.count:
-            raise ValueError(
-                f"the plan is for {plan.samples} samples, but the order has {order.count}"
-            )
+            raise ValueError(f"a plan for {plan.samples} samples, but an order of {order.count}")
         self._order = order
         self._plan = plan
         ranks = (rank,) if isinstance(rank, int) else tuple(rank)
@@ -192,9 +190,7 @@ class EvalLoader(_Base[Int64]):
     ) -> None:
         super().__init__(decoder, samples, prefetch_batches, max_corrupt_share)
         if not 0 <= rank < world_size or batch_size < 1:
-            raise ValueError(
-                f"rank {rank} must be below {world_size}, and batch_size = {batch_size} at least 1"
-            )
+            raise ValueError(f"rank {rank} of {world_size}, batch_size {batch_size}: out of range")
         self._indices: Int64 = np.arange(rank, samples, world_size, dtype=np.int64)
         self._batch_size = batch_size
         self._passes: list[Prefetcher[Chunk, Batch]] = []

@@ -324,9 +324,7 @@ class SplitPacker:
             for first in images:
                 self._write_shard(directory, itertools.chain([first], images))
         if not self._record.packed:
-            raise DataError(
-                f"no image of the {self.split} split can be decoded", "check the source"
-            )
+            raise DataError(f"{self.split} split: no image can be decoded", "check the source")
         self._record.corrupt += self._pending
         self._record.complete = True
         self.manifest.save()

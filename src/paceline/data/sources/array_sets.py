@@ -131,9 +131,7 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
             shape = np.frombuffer(header, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if size > _LIMIT_BYTES:
-                raise DataError(
-                    f"{path}: the header gives {size:,} bytes of pixels, which is too many", _REMEDY
-                )
+                raise DataError(f"{path}: too large, {size:,} bytes of pixels", _REMEDY)
             # One byte more is read, to detect a file that is too long. Reads pieces, because a header may
             # claim gigabytes that the file does not have.
             content = bytearray()
@@ -148,9 +146,7 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
         raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
     if len(content) != size:
         actual = "more" if len(content) > size else f"{len(content):,}"
-        raise DataError(
-            f"{path}: has {actual} bytes of data, but its header gives {size:,}", _REMEDY
-        )
+        raise DataError(f"{path}: has {actual} bytes, but its header gives {size:,}", _REMEDY)
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
