@@ -89,7 +89,9 @@ def test_no_cifar(tmp_path: Path) -> None:
 def test_beside_another_set_the_user_decides(tmp_path: Path, small_cifar: Any) -> None:
     small_cifar.write(tmp_path, "bin")
     (tmp_path / "train" / "a").mkdir(parents=True)
-    with pytest.raises(DataError, match="has train/ and CIFAR-10; set data.source = 'folder' or"):
+    with pytest.raises(
+        DataError, match="of several kinds: train/ and CIFAR-10; set data.source = 'folder' or"
+    ):
         open_source(DataSettings(dir=str(tmp_path)), "train")
     assert len(open_source(DataSettings(dir=str(tmp_path), source="cifar10"), "train")) == 20
 

@@ -105,7 +105,7 @@ def test_labels_are_taken_from_the_dataset_or_read_once() -> None:
     assert changed.labels.tolist() == labels
     assert "differ from the dataset's own list" in changed.note
     assert DatasetSource(Pictures(pixels), labels=np.array(labels)).note == ""
-    with pytest.raises(DataError, match=r"Pictures\[0\] has label 0, `labels` has 2"):
+    with pytest.raises(DataError, match=r"Pictures\[0\] has label 0, but `labels` gives 2"):
         DatasetSource(Pictures(pixels), labels=[2] * 9)
 
 

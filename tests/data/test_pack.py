@@ -376,7 +376,7 @@ def test_a_flipped_bit(packed: Path) -> None:
     content = bytearray(path.read_bytes())
     content[530] ^= 1  # inside of an image
     path.write_bytes(content)
-    assert any("train-00001.tar: SHA-256" in line for line in problems(packed))
+    assert any("train-00001.tar: its SHA-256" in line for line in problems(packed))
     assert not any("SHA-256" in line for line in problems(packed, checksums=False))
 
 
