@@ -1,6 +1,6 @@
 """`SizeTable`: the all-reduce algorithm for each buffer size; `MeasuredSize`: measured times of a size.
 
-The paper's rule, which changes the algorithm at a threshold η, is a table of two rows.
+A rule that changes the algorithm at a threshold η is a table of two rows.
 `paceline.plan.size_choice` makes a table from measurements.
 """
 
