@@ -89,7 +89,9 @@ def test_no_cifar(tmp_path: Path) -> None:
 def test_beside_another_set_the_user_decides(tmp_path: Path, small_cifar: Any) -> None:
     small_cifar.write(tmp_path, "bin")
     (tmp_path / "train" / "a").mkdir(parents=True)
-    with pytest.raises(DataError, match="has train/ and CIFAR-10; set data.source = 'folder' or"):
+    with pytest.raises(
+        DataError, match="of several kinds: train/ and CIFAR-10; set data.source = 'folder' or"
+    ):
         open_source(DataSettings(dir=str(tmp_path)), "train")
     assert len(open_source(DataSettings(dir=str(tmp_path), source="cifar10"), "train")) == 20
 
@@ -120,11 +122,11 @@ def changed(path: Path, change: Callable[[bytes], bytes]) -> Path:
 @pytest.mark.parametrize(
     ("form", "name", "read", "change", "said"),
     [
-        ("bin", "test_batch.bin", read_binary, lambda c: c[:-1], "12291 bytes, not a whole number"),
+        ("bin", "test_batch.bin", read_binary, lambda c: c[:-1], "12291 bytes, which is not a mul"),
         ("bin", "test_batch.bin", read_binary, lambda c: b"\x0a" + c[1:], "label 10 at position 0"),
         ("png", "test_batch.png", read_sheet, lambda c: c[:-900], "cannot be decoded"),
         ("png", "test_lables.json", read_labels, lambda c: b"\xff[]", "is not JSON"),
-        ("png", "test_lables.json", read_labels, lambda c: b"{}", "is not a list"),
+        ("png", "test_lables.json", read_labels, lambda c: b"{}", "is not a JSON list"),
         ("png", "test_lables.json", read_labels, lambda c: b"[1, 10]", "label 10 at position 1"),
         ("png", "test_lables.json", read_labels, lambda c: b'["3"]', "label '3' at position 0"),
     ],
@@ -147,7 +149,7 @@ def test_bad_files_say_so_in_one_line(
 
 def test_a_sheet_of_another_width(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_bytes(encode(np.zeros((4, 768, 3), dtype=np.uint8)))
-    with pytest.raises(DataError, match="768 pixels wide, a sheet of CIFAR-10 is 1024"):
+    with pytest.raises(DataError, match="768 pixels wide, but a sheet of CIFAR-10 is 1024"):
         read_sheet(tmp_path / "x.png")
 
 
@@ -207,14 +209,14 @@ def test_a_part_that_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b"", "no idx file of unsigned bytes in 3 dimensions"),
-        (GOOD[:10], "no idx file"),
-        (GOOD[:-1], "119 bytes after a header for 120"),
-        (GOOD + b"x", "more bytes after a header for 120"),
-        (b"\0\0\x0d\x03" + GOOD[4:], r"no idx file .*begins with 00 00 0d 03"),
-        (b"\0\0\x08\x01" + GOOD[4:], "no idx file"),
-        (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "claims 79,228,162,458,924,105,385,300,197,375 byt"),
-        (GOOD[:4] + b"\0\0\0\x07" + GOOD[8:], "120 bytes after a header for 140"),
+        (b"", "is not an idx file of unsigned bytes in 3 dimensions"),
+        (GOOD[:10], "is not an idx file"),
+        (GOOD[:-1], "has 119 bytes, but its header gives 120"),
+        (GOOD + b"x", "has more bytes, but its header gives 120"),
+        (b"\0\0\x0d\x03" + GOOD[4:], r"is not an idx file .*begins with 00 00 0d 03"),
+        (b"\0\0\x08\x01" + GOOD[4:], "is not an idx file"),
+        (GOOD[:4] + b"\xff" * 12 + GOOD[16:], "too large, 79,228,162,458,924,105,385,300,197,375"),
+        (GOOD[:4] + b"\0\0\0\x07" + GOOD[8:], "has 120 bytes, but its header gives 140"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -251,7 +253,7 @@ def test_a_bomb_is_not_unpacked(tmp_path: Path, asked: list[int]) -> None:
     """A small file that would fill the memory: no more is unpacked than the header says."""
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(GOOD + bytes(50_000_000), compresslevel=1))
-    with pytest.raises(DataError, match="more bytes after a header"):
+    with pytest.raises(DataError, match="has more bytes"):
         read_idx(path, 3)
     assert asked == [16, 121]
 
@@ -261,7 +263,7 @@ def test_a_header_that_claims_gigabytes_gets_no_such_buffer(
 ) -> None:
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, 7, 1 << 15, 1 << 15)))
-    with pytest.raises(DataError, match="0 bytes after a header"):
+    with pytest.raises(DataError, match="has 0 bytes"):
         read_idx(path, 3)
     assert max(asked) <= 1 << 25
 

@@ -179,7 +179,7 @@ def test_cropped_pixels_are_those_of_cropped_files(
 def test_a_cache_of_no_use_is_refused() -> None:
     chosen = DataSettings(source="synthetic", cache="memory")
     with pytest.raises(
-        ConfigError, match=r"data.cache = 'memory': these images are already in memory"
+        ConfigError, match=r"data.cache = 'memory': a cache is useless: the images are in memory"
     ):
         open_source(chosen, "train")
     with pytest.raises(ConfigError, match=r"data.cache_dir = '': data.cache = 'disk' needs a dir"):

@@ -105,7 +105,7 @@ def test_labels_are_taken_from_the_dataset_or_read_once() -> None:
     assert changed.labels.tolist() == labels
     assert "differ from the dataset's own list" in changed.note
     assert DatasetSource(Pictures(pixels), labels=np.array(labels)).note == ""
-    with pytest.raises(DataError, match=r"Pictures\[0\] has label 0, `labels` has 2"):
+    with pytest.raises(DataError, match=r"Pictures\[0\] has label 0, but `labels` gives 2"):
         DatasetSource(Pictures(pixels), labels=[2] * 9)
 
 
@@ -169,7 +169,7 @@ class Items(Pictures):
         (lambda i: (pixels(i), "cat"), r"has label 'cat'"),
         (lambda i: (pixels(i), True), r"has label True"),
         (lambda i: (pixels(i), torch.zeros(3)), r"has label a tensor"),
-        (lambda i: (pixels(i), -1), r"Items\[0\] label -1 is outside"),
+        (lambda i: (pixels(i), -1), r"Items\[0\] has label -1, but"),
         (lambda i: {"picture": 1, "label": 0}, r"has the keys 'picture', 'label'"),
         (lambda i: {}[i], r"Items\[0\] raised KeyError: 0; fix the dataset"),
     ],
@@ -186,13 +186,13 @@ def test_what_is_no_map_style_dataset() -> None:
 
     with pytest.raises(DataError, match=r"Stream: has no length"):
         DatasetSource(Stream())
-    with pytest.raises(DataError, match=r"float: is no map-style dataset"):
+    with pytest.raises(DataError, match=r"float: is not a map-style dataset"):
         as_source(1.5)
-    with pytest.raises(DataError, match=r"DataLoader: is no map-style dataset"):
+    with pytest.raises(DataError, match=r"DataLoader: is not a map-style dataset"):
         as_source(DataLoader(Pictures(pixels)))
     with pytest.raises(DataError, match=r"Pictures: is empty"):
         as_source(Pictures(pixels, count=0))
-    with pytest.raises(DataError, match=r"label 2 is outside the 2 classes"):
+    with pytest.raises(DataError, match=r"has label 2, but there are 2 classes"):
         DatasetSource(Pictures(pixels), classes=["a", "b"])
 
 

@@ -252,7 +252,9 @@ def test_missing_split(tmp_path: Path, source: str, looked_for: str) -> None:
 def test_both_layouts_at_once(tmp_path: Path) -> None:
     write_tar(tmp_path / "train-0.tar", samples(6))
     make_folder(tmp_path, "train/a")
-    with pytest.raises(DataError, match=r"has train-\*.tar and train/; set data.source"):
+    with pytest.raises(
+        DataError, match=r"of several kinds: train-\*.tar and train/; set data.source"
+    ):
         open_source(settings(tmp_path), "train")
     assert len(open_source(settings(tmp_path, "folder"), "train")) == 1
     assert len(open_source(settings(tmp_path, "shards"), "train")) == 6

@@ -242,9 +242,9 @@ def test_indivisible_batch() -> None:
 
 def test_steps_and_ranks_that_do_not_exist() -> None:
     plan = BatchPlan(samples=4, epochs=1, global_batch=4, micro_batch=2, world_size=2)
-    with pytest.raises(IndexError, match="step 1 of 1"):
+    with pytest.raises(IndexError, match="step 1 is out of range: there are 1 steps"):
         plan.step_range(1)
-    with pytest.raises(IndexError, match="rank 2 of 2"):
+    with pytest.raises(IndexError, match="rank 2 is out of range: there are 2 ranks"):
         plan.micro_batches(0, 2)
 
 

@@ -99,7 +99,8 @@ def test_other_options_or_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="was packed with quality = 90, not 80; repeat"):
         pack({"train": MemorySource(20)}, tmp_path, PackOptions(shard_samples=7, quality=80))
     with pytest.raises(
-        DataError, match=r"train split was packed from other data \(20 samples, now"
+        DataError,
+        match=r"train split in it was packed from other data \(20 samples; the source has",
     ):
         pack({"train": MemorySource(21)}, tmp_path, SHORT)
     with pytest.raises(DataError, match="classes.json: names other classes"):
@@ -126,7 +127,7 @@ def test_only_our_own_directory(tmp_path: Path) -> None:
 def test_two_packs_at_once(tmp_path: Path) -> None:
     with file_lock(tmp_path / ".pack.lock") as held:
         assert held
-        with pytest.raises(DataError, match="another pack is writing to it"):
+        with pytest.raises(DataError, match="another paceline pack is writing to it"):
             pack({"train": MemorySource(3)}, tmp_path, SHORT)
 
 
@@ -143,7 +144,7 @@ def test_corrupt_images_are_named_and_left_out(tmp_path: Path) -> None:
 def test_too_many_corrupt_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"2 corrupt of 30 images in train \(allowed: 1\)"):
         pack({"train": MemorySource(30, {4, 9})}, tmp_path, PackOptions())
-    with pytest.raises(DataError, match=r"train: no image can be decoded"):
+    with pytest.raises(DataError, match=r"train split: no image can be decoded"):
         pack({"train": MemorySource(1, {0})}, tmp_path / "one", PackOptions())
     assert not contents(tmp_path / "one")
 
@@ -181,9 +182,9 @@ def test_a_damaged_manifest(tmp_path: Path) -> None:
     pack({"train": MemorySource(5)}, tmp_path, SHORT)
     good = (tmp_path / "pack.json").read_text()
     for content, line in (
-        ("{", "is not a manifest of a pack"),
-        ("[]", "is not a manifest of a pack"),
-        (good.replace('"version": 1', '"version": 9'), "version 9, this Paceline reads 1"),
+        ("{", "is not a manifest of paceline pack"),
+        ("[]", "is not a manifest of paceline pack"),
+        (good.replace('"version": 1', '"version": 9'), "version 9, but this Paceline reads only 1"),
         (good.replace("train-00000.tar", "../../etc/passwd"), "is not a manifest"),
         (good.replace('"samples"', '"simples"'), "is not a manifest"),
     ):
@@ -375,7 +376,7 @@ def test_a_flipped_bit(packed: Path) -> None:
     content = bytearray(path.read_bytes())
     content[530] ^= 1  # inside of an image
     path.write_bytes(content)
-    assert any("train-00001.tar: SHA-256" in line for line in problems(packed))
+    assert any("train-00001.tar: its SHA-256" in line for line in problems(packed))
     assert not any("SHA-256" in line for line in problems(packed, checksums=False))
 
 
@@ -411,4 +412,4 @@ def test_a_damaged_manifest_is_one_problem_among_others(packed: Path) -> None:
     os.truncate(packed / "train-00001.tar", 3000)
     found = problems(packed)
     assert any("train-00001.tar: not a readable tar shard" in line for line in found)
-    assert sum("pack.json: is not a manifest of a pack" in line for line in found) == 1
+    assert sum("pack.json: is not a manifest of paceline pack" in line for line in found) == 1

@@ -166,11 +166,11 @@ def test_memory_does_not_grow_with_the_members() -> None:
 def test_zeros_in_the_midst(whole: bytes) -> None:
     content = bytearray(whole)
     content[4096:6144] = bytes(2048)  # a whole sample
-    with pytest.raises(DataError, match=r"continues after its end marker at byte 4096"):
+    with pytest.raises(DataError, match=r"has data after the end marker at byte 4096"):
         scan(bytes(content))
-    with pytest.raises(DataError, match="continues after its end marker"):
+    with pytest.raises(DataError, match="has data after the end marker"):
         scan(whole + whole)
-    with pytest.raises(DataError, match="continues after its end marker"):
+    with pytest.raises(DataError, match="has data after the end marker"):
         scan(whole + bytes(20_000))
 
 

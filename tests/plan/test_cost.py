@@ -96,7 +96,7 @@ def test_what_costs_nothing_and_what_is_paid_once() -> None:
 
 def test_an_algorithm_without_a_closed_form_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(COSTS, "ring")
-    with pytest.raises(ConfigError, match="has no closed form"):
+    with pytest.raises(ConfigError, match="has no formula"):
         all_reduce_s("ring", flat(4), M)
     points = {name: [(1024.0, 1e-6), (4096.0, 1e-6)] for name in ("ring", "tree")}
     tuned = replace(two_levels(2, 2), probed=ProbedTable.of(two_levels(2, 2), points, "tree"))

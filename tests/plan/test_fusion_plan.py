@@ -51,7 +51,7 @@ def test_a_tensor_planned_twice_is_refused() -> None:
 
 
 def test_a_table_of_something_else_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not a fusion plan"):
+    with pytest.raises(ConfigError, match="not a plan with buckets"):
         FusionPlan.from_table({"buffer": [{"tensors": ["a"]}]})
 
 

@@ -111,8 +111,8 @@ def test_another_model_and_another_cluster_are_refused_by_their_facts() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("buffer = 3", "not a fusion plan"),
-        ("[[buffer]]\ntensors = 'a'\nalgorithm = 'ring'\nwire = 'auto'", "not a fusion plan"),
+        ("buffer = 3", "not a plan with buckets"),
+        ("[[buffer]]\ntensors = 'a'\nalgorithm = 'ring'\nwire = 'auto'", "not a plan with buckets"),
         ("[[buffer]]\ntensors = ['a']\nalgorithm = 'ring'\nwire = 'auto'", "no section [model]"),
         ("[[buffer", "is not TOML"),
         ("[bufer]", "did you mean 'buffer'"),

@@ -72,10 +72,10 @@ def test_the_papers_switch() -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({}, "not a size table"),
+        ({}, "is not a size table"),
         ({"sizes": []}, "has no row"),
         ({"sizes": [{"algorithm": "rign"}]}, "did you mean 'ring'"),
-        ({"sizes": [{"algorithm": "ring", "up_to": 3}]}, "not a row"),
+        ({"sizes": [{"algorithm": "ring", "up_to": 3}]}, "is not a row of a size table"),
         ({"sizes": [{"algorithm": "ring", "up_to_bytes": 3}]}, "leave it out in the last row"),
         ({"sizes": [{"algorithm": "ring"}, {"algorithm": "tree"}]}, "every row but the last"),
         (

@@ -87,7 +87,7 @@ def test_power_and_software_change_the_products_alone() -> None:
 
 
 def test_shares_must_rise() -> None:
-    with pytest.raises(ConfigError, match="must rise"):
+    with pytest.raises(ConfigError, match="not below the gradient before it"):
         made_workload((1, 1), ready=(0.9, 0.3))
 
 

@@ -1,7 +1,7 @@
 """`ACCELERATION`: chooses how to compute a model's forward pass, by settings, model and device.
 
-A setting `on` that is not possible raises an error. With `auto`, what does not work with the model
-is switched off on all ranks, and a note tells the reason.
+If a setting is `on` and the model does not support the feature, an error is raised. If it is
+`auto`, the feature is switched off on all ranks, and a note tells the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TABLE = "run.accel"
 
 @dataclass(frozen=True)
 class _Plan:
-    """The implementations that one model uses; `notes` tell why others are switched off."""
+    """The faster implementations to use for one model; `notes` tell why others are switched off."""
 
     network: Network | None = None
     fused: bool = False
@@ -42,11 +42,11 @@ class _Plan:
 
 
 class Accel:
-    """The acceleration by fused norms and convolutions, recomputed norms and torch.compile."""
+    """Accelerates models by fused norms and convolutions, recomputed norms and torch.compile."""
 
     def supports(self, model: nn.Module, context: AccelerationContext) -> str:
         plan = _plan(model, context)
-        return "" if plan.changes else ", ".join(plan.notes) or "nothing is switched on"
+        return "" if plan.changes else ", ".join(plan.notes) or "no acceleration is switched on"
 
     def apply(self, model: nn.Module, context: AccelerationContext) -> AppliedAccel:
         return AppliedAccel(model, _plan(model, context), _settings(context), context.device)
@@ -65,7 +65,7 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
     settings = _settings(context)
     if settings.fused_convolutions != "off" and not context.calibrates:
         raise ConfigError(
-            "example", None, "fused_convolutions time their kernels on a micro-batch", "give images"
+            "example", None, "is needed to time the kernels of fused_convolutions", "give images"
         )
     network = network_of(model)
     notes = []
@@ -100,10 +100,10 @@ def _plan(model: nn.Module, context: AccelerationContext) -> _Plan:
 def _fused_convolutions(
     settings: AccelSettings, network: Network | None, fused: bool, context: AccelerationContext
 ) -> tuple[str, str]:
-    """Returns the mode of fused convolutions and "", or `off` and why they are impossible.
+    """Returns how to fuse convolutions (`auto`, `on` or `cudnn`) and "", or `off` and the reason.
 
     Args:
-        settings: The settings, which request a mode.
+        settings: Settings with `fused_convolutions`.
         network: The parts of the model, if they are known.
         fused: True if the norms are fused, which fused convolutions need.
         context: The number format, memory layout and kernel support of the run.
@@ -133,7 +133,7 @@ def _fused_convolutions(
 
 @dataclass
 class AppliedAccel(Applied):
-    """The implementations in use for one model, and the choices of its fused convolutions.
+    """An accelerated model: its forward pass, and the kernels chosen for its fused convolutions.
 
     See `models.acceleration.Applied` for the methods.
     """
@@ -211,7 +211,7 @@ class AppliedAccel(Applied):
         plan, use = self.plan, f"use --set {_TABLE}"
         if is_fatal(error):
             short = plan.network is not None and plan.compile == "off" and not plan.recompute
-            return [f"--set {_TABLE}.recompute_norms=true needs less memory, too"] if short else []
+            return [f"--set {_TABLE}.recompute_norms=true also needs less memory"] if short else []
         remedies = [f"{use}.fused_convolutions=off"] if self.choices is not None else []
         if is_compile_error(error):
             triton = type(error).__module__.startswith("triton")
@@ -223,10 +223,10 @@ class AppliedAccel(Applied):
 
 
 def _agreed_choices(choices: Choices, ranks: Ranks) -> dict[str, str]:
-    """Returns the choices for this rank's kind of GPU on which all ranks agree.
+    """Agrees with the other ranks on one kernel for each fused convolution, per kind of GPU.
 
-    For each key, the lowest rank with this kind of GPU that has a choice decides. Choices affect
-    rounding, and all ranks and resumed runs must round equally.
+    The lowest rank with the same kind of GPU that has timed a convolution decides. The kernels
+    affect rounding, and all ranks and resumed runs must round equally.
     """
     agreed: dict[str, str] = {}
     for kind, chosen in reversed(ranks.all_gather([choices.kind(), choices.own()])):
@@ -236,7 +236,7 @@ def _agreed_choices(choices: Choices, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_problem(trial: TrialPass, forward: Forward, foreign: bool) -> str:
-    """Runs a trial pass of a compiled model and returns the reason if it fails, else "".
+    """Runs a compiled model once and returns the reason if that fails, else "".
 
     For a user's model (`foreign`), this includes errors that torch.compile does not cause. If the
     model itself raises them, the next pass without the compiler reports them.

@@ -1,8 +1,9 @@
 """Launches the kernels of `product_kernels`: 1 × 1 convolutions of stride 1 and their gradients.
 
-Activations are matrices of rows (pixels) × channels. A launch divides the rows into parts, about as
-many as the GPU can run programs at a time, and allocates the outputs. `fused_convolutions` chooses
-the tile. While `implementation_choice.building` is set, kernels are compiled but not run.
+These convolutions are matrix products of activations, with a row for each pixel and a column for
+each channel. A launch divides the rows into parts, about as many as the GPU can run programs at a
+time, and allocates the outputs. `fused_convolutions` chooses the tile shape. While
+`implementation_choice.building` is set, kernels are compiled but not run.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def _processors(device: torch.device) -> int:
 
 
 def _span(rows: int, widest: int, block: int, programs: int) -> int:
-    """Returns the number of rows of a part for about `programs` parts, a multiple of `block`.
+    """Returns how many rows each program computes if the rows are divided among `programs`.
 
     Args:
-        rows: The number of rows in all parts.
+        rows: The number of rows of the activation, one for each pixel.
         widest: The largest number of channels of an activation.
-        block: The number of rows of a tile.
-        programs: The desired number of parts.
+        block: The number of rows of a tile, of which the result is a multiple.
+        programs: The desired number of programs.
     """
     tiles = -(-rows // block)
     span = -(-tiles // max(min(programs, tiles), 1)) * block
@@ -49,7 +50,7 @@ def _span(rows: int, widest: int, block: int, programs: int) -> int:
 
 
 def resident_programs(tile: Tile, operand: Operand, end: Epilogue) -> int:
-    """Returns how many programs fit on a multiprocessor at a time; 0 if the tile is too large."""
+    """Returns how many programs fit on a multiprocessor at a time, or 0 if the tile is too large."""
     k, maps = operand.x.shape[1], 1 if operand.other is None else 2
     return tile.resident(k, inputs=maps, computed=operand.form != PLAIN, ends=len(end.maps()))
 
@@ -65,20 +66,20 @@ def launch_convolution(
     operand: Operand, weight: Tensor, tile: Tile, *, forward: bool, epilogue: int, side: bool,
     centre: Tensor | None = None, end: Epilogue | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes a convolution or, if not `forward`, the gradient of the convolution's input.
+    """Computes a 1 × 1 convolution or, if not `forward`, the gradient of its input.
 
     Args:
-        operand: The input, or the gradient of the output.
+        operand: The input of the convolution, or the gradient of its output.
         weight: The weight of the convolution.
-        tile: The tile of a program.
+        tile: The launch parameters of the kernel.
         forward: True to compute the convolution.
-        epilogue: What the kernel applies to the result: `MOMENTS`, `MASKED`, `MERGED` or `PLAIN`.
+        epilogue: The operation that the kernel applies to the result (see `product_kernels`).
         side: True to store the operand, too.
-        centre: The running mean, from which `MOMENTS` measures deviations.
+        centre: The running mean, which the epilogue `MOMENTS` subtracts before it sums.
         end: The tensors that the epilogue of a gradient reads.
 
     Returns:
-        The result, the partial sums of the epilogue, and the stored operand if `side`.
+        The result, the epilogue's partial sums over rows, and the stored operand if `side` is True.
     """
     x, rows = operand.x, operand.rows
     images, k, height, width = x.shape
@@ -114,7 +115,7 @@ def launch_convolution(
 def _maps(
     tile: Tile, block: int, out: Tensor, end: Epilogue
 ) -> tuple[list[Tensor | TensorDescriptor], bool]:
-    """Returns the activations that an epilogue writes and reads, as kernel arguments.
+    """Returns the tensors that a kernel writes and that its epilogue reads, as kernel arguments.
 
     The second result is True if the arguments are tensor descriptors with `block` columns, for the
     copy engine of Hopper GPUs. That engine needs rows whose size is a multiple of 16 bytes.
@@ -162,7 +163,7 @@ def launch_weight_gradient(
 
 
 def _sums(end: Epilogue, form: int, parts: int, columns: int) -> Tensor | None:
-    """Allocates the partial sums of an epilogue, [2 or 4, parts, columns]; None for no sums."""
+    """Allocates [2 or 4, parts, columns] for the partial sums of an epilogue; None if it has none."""
     if form == PLAIN:
         return None
     norms = 1 if end.shortcut is None else 2
@@ -182,7 +183,7 @@ def _join_products(partial_products: Tensor, weight: Tensor) -> Tensor:
 def launch_both_gradients(
     gradient: Operand, weight: Tensor, inputs: Operand, end: Epilogue, tile: Tile
 ) -> Gradients:
-    """Computes the gradients of input and weight with one kernel, if the tile has all channels."""
+    """Computes the gradients of a convolution's input and weight with a single kernel."""
     (out, into), rows = weight.shape[:2], gradient.rows
     span = _span(rows, max(out, into), tile.block_m, tile.programs * _processors(weight.device))
     parts = -(-rows // span)

@@ -1,4 +1,4 @@
-"""Tile shapes for the kernels of `product_kernels`, and which of them are timed for a shape."""
+"""Tile shapes (block sizes) of the kernels in `product_kernels`, and which of them are worth timing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _SHARED_BYTES, _OTHER_SHARED_BYTES = 228 * 1024, 5 * 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile shape, the warps and pipeline stages of a program, and programs per multiprocessor.
+    """Launch parameters of a kernel in `product_kernels`: tile shape, warps and pipeline stages.
 
-    Registers limit `programs`. `sums` tells which elements of a tile a thread holds in registers,
-    and therefore how it accumulates the sums of an epilogue. "turned": many rows of few columns,
-    because the tile is computed as its transpose. "lines": eight columns, as activations are
-    loaded. "fragments": a quarter of all columns and two of every 16 rows, as tensor cores return
-    them. If the compiler assigns registers differently, the kernel is slower, but still correct.
+    `programs` is the number of programs per multiprocessor, which registers limit. `sums` tells
+    which elements of a tile a thread holds in registers, and thus how it accumulates sums over
+    rows. "turned": many rows of few columns, because the tile is computed as its transpose.
+    "lines": eight columns, as activations are loaded. "fragments": a quarter of all columns and two
+    of every 16 rows, as tensor cores return them. If the compiler assigns registers differently,
+    the kernel is slower, but still correct.
     """
 
     block_m: int
@@ -41,7 +42,7 @@ class Tile:
         return self.sums == "turned"
 
     def rows(self, columns: int) -> tuple[int, int]:
-        """Returns `GROUPS` and `LINES` for `product_kernels._fold`, for a tile of `columns`."""
+        """Returns `GROUPS` and `LINES`, with which `product_kernels._fold` sums the rows of a tile."""
         if self.sums == "turned":  # each warp has 16 columns; further warps take other rows
             return max(min(self.warps * 16 // columns, self.block_m), 1), 1
         if self.sums == "fragments":
@@ -97,14 +98,14 @@ BOTH_TILES = (
 
 
 def fits(tile: Tile, k: int, n: int, *, reads: bool, sums: bool) -> bool:
-    """Returns True if a tile of `TILES` may be the fastest, so that it is worth timing.
+    """Returns True if a tile of `TILES` is worth timing for a matrix product of this size.
 
     Args:
         tile: The tile.
-        k: The number of columns of the operand.
-        n: The number of columns of the result.
-        reads: True if the epilogue reads activations.
-        sums: True if the epilogue computes sums.
+        k: The number of input channels.
+        n: The number of output channels.
+        reads: True if the operations after the product read other activations.
+        sums: True if the operations after the product sum over rows.
     """
     wide, deep = max(power_of_two(n), 16), max(power_of_two(k), 16)
     single = k <= tile.block_k
@@ -118,7 +119,7 @@ def fits(tile: Tile, k: int, n: int, *, reads: bool, sums: bool) -> bool:
 
 
 def weight_fits(tile: Tile, k: int, n: int) -> bool:
-    """Returns True if a tile of `WEIGHT_TILES` is worth timing for k inputs and n outputs."""
+    """Returns True if a tile of `WEIGHT_TILES` is worth timing for k input and n output channels."""
     wide, deep = max(power_of_two(n), 64), max(power_of_two(k), 64)
     if wide == deep == 64:
         return tile.block_n == tile.block_k == 64

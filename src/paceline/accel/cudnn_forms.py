@@ -45,7 +45,7 @@ _PREFIX, _STATISTICS = "cudnn ", "cudnn statistics "
 
 
 def check(weight: Tensor, *maps: Tensor | None, vectors: Sequence[Tensor] = ()) -> None:
-    """Checks that cuDNN supports the tensors and reads them correctly; else raises `CudnnError`.
+    """Raises `CudnnError` if cuDNN does not support the tensors or cannot read them correctly.
 
     `maps` are activations, and `vectors` are parameters of norms.
     """
@@ -76,7 +76,7 @@ def _new_map(dims: Dims, like: Tensor) -> Tensor:
 
 
 class _Plans:
-    """The plans of a graph, built on demand: if the choice is known, only one plan is built."""
+    """cuDNN's kernels for a graph, built on demand: if the choice is known, only one is built."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self._graph, self._device = graph, device
@@ -84,7 +84,7 @@ class _Plans:
         self._complete = False
 
     def get(self, wanted: str) -> dict[str, Plan]:
-        """Returns the plan called `wanted` or, if `wanted` is "", all plans worth timing."""
+        """Returns the kernel called `wanted` or, if `wanted` is "", all kernels worth timing."""
         if wanted:
             if wanted not in self._found:
                 self._found |= plans(self._graph, self._device, 1, wanted)
@@ -103,8 +103,8 @@ def forward(
 ) -> dict[str, Callable[[], tuple[Tensor, Moments, Tensor | None]]]:
     """Returns implementations of a convolution, for `fused_convolutions.forward_convolution`.
 
-    Each returns the output, the partial statistics of the output, and the stored input or None.
-    `keep` requests the stored input.
+    Each returns the output, partial sums for the statistics of the next norm, and the input that it
+    computed, which is None unless `keep` is True.
     """
     dims = out_dims(tuple(operand.x.shape), tuple(weight.shape), stride)
     check(weight, operand.x, operand.other)
@@ -205,7 +205,7 @@ def _input_plans(
 
 
 def input_graph(x: Dims, weight: Dims, stride: int, form: int, add: bool, project: bool) -> Graph:
-    """Builds the graph of the input's gradient.
+    """Builds cuDNN's graph for the gradient of a convolution's input.
 
     cuDNN supports only this order of operations and operands.
     """
@@ -255,9 +255,9 @@ def _normed_tensors(norm: NormedMap, factors: Tensor, tag: str) -> dict[str, Ten
 def input_gradient(
     gradient: Tensor, weight: Tensor, end: Epilogue, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
-    """Returns implementations of the input's gradient with the epilogue `end`.
+    """Returns implementations of the gradient of a convolution's input, followed by `end`.
 
-    Each returns that gradient, and the values of `Gradients.joined`.
+    Each returns that gradient, and the gradients of the norms (`Gradients.joined`).
     """
     assert end.branch is not None
     norms = [norm for norm in (end.branch, end.shortcut) if norm is not None]
@@ -297,7 +297,7 @@ def _input_gradient(
 def weight_gradient(
     gradient: Tensor, weight: Tensor, inputs: Operand, stride: int, wanted: str = ""
 ) -> dict[str, Callable[[], Tensor]]:
-    """Returns implementations of the weight's gradient.
+    """Returns implementations of the gradient of a convolution's weight.
 
     The input of the convolution is relu(norm(x)), which they compute while they load x.
     """

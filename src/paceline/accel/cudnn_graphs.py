@@ -64,7 +64,7 @@ class CudnnError(RuntimeError):
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of a graph; one without a name is in fp32 and is not stored in memory."""
+    """A tensor of a graph. A tensor without a name is in fp32 and is not stored in memory."""
 
     uid: int
     name: str
@@ -133,7 +133,7 @@ class Graph:
             norm: The mean, 1/σ and γ of the norm.
             x: The input of the norm.
             dz: The gradient of the output of the norm.
-            found: The five outputs, which are the rows of `fused.join_sums`.
+            found: The five outputs, in the order of the rows that `fused.join_sums` returns.
         """
         self.nodes.append(Node("norm_weights", (*norm, x, dz), tuple(found)))
 
@@ -225,7 +225,7 @@ def version() -> int:
 
 
 class _Descriptor:
-    """A descriptor of cuDNN, which keeps all descriptors alive that were passed to `refer`."""
+    """A descriptor of cuDNN's C interface; it keeps alive the descriptors passed to `refer`."""
 
     def __init__(self, kind: int) -> None:
         self.at = c_void_p()
@@ -256,7 +256,7 @@ class _Descriptor:
         self.set(attribute, _DESCRIPTOR, array)
 
     def get(self, attribute: int, kind: int, array: Any) -> int:
-        """Reads an attribute into `array` and returns the number of its elements."""
+        """Reads an attribute into `array`, and returns how many elements it has."""
         count = c_int64()
         _library().call(
             "cudnnBackendGetAttribute", self.at, c_int(attribute), c_int(kind), c_int64(len(array)),
@@ -394,7 +394,7 @@ def _check(value: Value, tensor: Tensor) -> None:
 
 
 def _name(config: _Descriptor) -> str:
-    """Returns the name of a plan: the engine's number and settings.
+    """Returns a name for a kernel of cuDNN, made of its engine number and settings.
 
     The name is equal in all processes with the same version of cuDNN.
     """
@@ -413,10 +413,10 @@ def _name(config: _Descriptor) -> str:
 
 
 def plans(graph: Graph, device: torch.device, most: int, only: str = "") -> dict[str, Plan]:
-    """Builds up to `most` plans in the order of cuDNN's heuristics, or only the plan called `only`.
+    """Builds at most `most` kernels in the order of cuDNN's heuristics, or only the one called `only`.
 
     Raises:
-        CudnnError: If cuDNN has no such plan.
+        CudnnError: If cuDNN has no such kernel.
     """
     operations = _lowered(graph, device)
     heuristics = _Descriptor(4)

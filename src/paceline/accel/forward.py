@@ -1,8 +1,8 @@
-"""The forward pass of a model over the parts of its `Network`, with torch's operators.
+"""The forward pass of a residual net or AlexNet, layer by layer, with torch's operators.
 
-`Forward` can recompute the outputs of norms in the backward pass instead of storing them
-(`recompute`). `fused_forward.FusedForward` uses Triton kernels. Both use the parameters and buffers of
-the model and do not change the model.
+`Forward` takes the layers from a `Network`. It can recompute the outputs of norms in the backward
+pass instead of storing them (`recompute`). `fused_forward.FusedForward` uses Triton kernels. Both
+use the parameters and buffers of the model and do not change the model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from paceline.accel.recompute import (
 
 
 class Forward:
-    """Computes the output of a model part by part.
+    """Computes the output of a model from the layers and blocks of its `Network`.
 
-    With `recompute`, outputs of norms are recomputed in the backward pass instead of stored.
+    If `recompute` is True, outputs of norms are recomputed in the backward pass, not stored.
     """
 
     def __init__(self, network: Network, *, recompute: bool = False) -> None:
@@ -48,7 +48,7 @@ class Forward:
             return self.network.head(maps)
 
     def convolve(self, convolution: nn.Module, x: BlockInput, *, shortcut: bool = False) -> Tensor:
-        """Applies a convolution to the input of the branch or, if `shortcut`, of the shortcut."""
+        """Applies a convolution to the branch's input or, if `shortcut` is True, to the shortcut's."""
         maps = branch_and_shortcut(x)[int(shortcut)]
         with not_stored(x):
             out: Tensor = convolution(maps)
@@ -90,7 +90,7 @@ class Forward:
             x: The output of a convolution.
             norm: The norm that follows the convolution.
             shortcut: The activation to add at the end of a residual block.
-            stored: True if the shortcut is stored. Only then can the output be recomputed.
+            stored: True if `shortcut` stays in memory. Only then can the output be recomputed.
             twice: True if a residual block reads the output twice, for the branch and the shortcut.
         """
         if self.recomputes and stored:

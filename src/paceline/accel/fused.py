@@ -5,9 +5,9 @@ traffic. The functions take an activation in channels-last memory and its `nn.Ba
 contains parameters and running statistics. They support only training mode; evaluation uses torch's
 operators.
 
-Below, a row is all channels of a pixel. `saved` has the rows of `statistics`, and dz is the
-gradient of a norm's output (plus residual) before the ReLU. Tile shapes depend only on sizes, so
-equal runs on equal devices round equally.
+In the docstrings below, a row of an activation is all channels of one pixel. The argument `saved`
+is the result of `statistics`, and dz is the gradient of a norm's output (plus residual) before the
+ReLU. Tile shapes depend only on sizes, so equal runs on equal devices round equally.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _JOIN_PARTS, _JOIN_CHANNELS = 64, 16
 
 @dataclass(frozen=True)
 class Tile:
-    """The elements of a tile, the desired number of programs, and the warps of a program.
+    """Launch parameters of a kernel: elements of a tile, number of programs, and warps.
 
     The values were the fastest on an H200. The programs are several times as many as a GPU runs at
     once. Kernels that sum use fewer programs, so that there are fewer partial sums to join.
@@ -54,7 +54,7 @@ POOL, POOL_INPUT = 1024, 512
 
 @dataclass(frozen=True)
 class Cut:
-    """How a kernel's work is divided: `parts` × blocks of channels, each part with `span` rows.
+    """How an activation is divided among programs: `parts` of `span` rows each, and blocks of channels.
 
     `options` are the compile-time arguments of the kernel: the sizes of a tile and the warps.
     """
@@ -186,7 +186,7 @@ def channels_last(gradient: Tensor) -> Tensor:
 
 
 def two_gradients(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients that are not None, filled up with None to two."""
+    """Returns the gradients that are not None, followed by None if there are fewer than two."""
     given = (channels_last(gradient) for gradient in gradients if gradient is not None)
     return next(given, None), next(given, None)
 
@@ -238,11 +238,12 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, offset: Tensor | None = None) ->
 
 @dataclass(frozen=True)
 class Moments:
-    """Partial statistics of an activation of `rows` rows, as a tensor [2, parts, channels].
+    """Sums over parts of an activation, from which its mean and variance are computed.
 
-    If `span` is not 0, a part has `span` rows, and the two values are the mean and the sum of
-    squared deviations. Otherwise they are the sum and the sum of squares: of the deviations from
-    the running mean (by fused convolutions) if `centred`, else of the values themselves (by cuDNN).
+    The tensor has the shape [2, parts, channels]. If `span` is not 0, a part has `span` of the
+    `rows` rows, and the two values are the mean and the sum of squared deviations. Otherwise they
+    are the sum and the sum of squares: of the deviations from the running mean (by fused
+    convolutions) if `centred`, else of the values themselves (by cuDNN).
     """
 
     parts: Tensor
@@ -262,17 +263,17 @@ def moments(x: Tensor) -> Moments:
 def join_moments(
     found: Moments, norm: nn.BatchNorm2d, offset: Tensor | None = None, *, halves: bool = False
 ) -> Tensor:
-    """Joins partial statistics and updates the running statistics of `norm`.
+    """Computes mean and variance from the sums of all parts, and updates the running statistics.
 
     Args:
-        found: The partial statistics.
+        found: The sums of each part.
         norm: The norm.
         offset: A bias to add to the running mean (see `norm_act`).
         halves: True to compute scale and shift in fp16, too, as cuDNN reads them.
 
     Returns:
-        The rows of `statistics`. With `halves`, a fifth row contains the fp16 scale and a shift
-        that fits the rounded scale.
+        The same rows as `statistics`: mean, 1/σ, scale and shift. With `halves`, a fifth row
+        contains the fp16 scale and a shift that fits the rounded scale.
     """
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -303,10 +304,9 @@ def apply(x: Tensor, saved: Tensor, residual: Tensor | None, relu: bool) -> Tens
 
 
 def join_sums(parts: Tensor, weight: Tensor, saved: Tensor, rows: int) -> Tensor:
-    """Joins the partial sums of a norm's gradient, [2, parts, channels], into five rows.
+    """Computes the gradients of γ and β from partial sums [2, parts, channels], as five rows.
 
-    The rows are the gradients of γ and β, and the factors a, b and c of `backward_input`. `weight`
-    is γ.
+    The other three rows are the factors a, b and c of `backward_input`. `weight` is γ.
     """
     channels = parts.shape[2]
     factors = parts.new_empty((5, channels))
@@ -321,14 +321,14 @@ def backward_sums(
     dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, weight: Tensor,
     relu: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns the rows of `join_sums`, and dz if `y` is given.
+    """Returns the gradients of γ and β with the factors of `backward_input`, and dz if `y` is given.
 
     Args:
         dy: The gradient of the output.
         dy2: The gradient of the output's second copy (see `norm_act_twice`).
         x: The input of the norm.
         y: The output, if the norm has a residual.
-        saved: The rows of `statistics`.
+        saved: The result of `statistics`.
         weight: γ.
         relu: True if the output has a ReLU.
     """
@@ -339,7 +339,10 @@ def backward_sums(
 def gradient_sums(
     dy: Tensor, dy2: Tensor | None, x: Tensor, y: Tensor | None, saved: Tensor, relu: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the partial sums for `join_sums`, and dz if `y` is given (see `backward_sums`)."""
+    """Computes the partial sums that `join_sums` adds up, and dz if `y` is given.
+
+    The arguments are those of `backward_sums`.
+    """
     c = _cut_of(x, SUMS)
     parts = x.new_empty((2, c.parts, c.channels), dtype=torch.float32)
     dz = None if y is None else torch.empty_like(x)
@@ -356,7 +359,7 @@ def backward_input(
 ) -> Tensor:
     """Returns a · dz + b · x + c, the gradient of a norm's input `x`.
 
-    `found` has the rows of `join_sums`. `dz2` is added to `dz`; with `relu`, both are gradients
+    `found` is the result of `join_sums`. `dz2` is added to `dz`; with `relu`, both are gradients
     after the ReLU.
     """
     dx = torch.empty_like(x)

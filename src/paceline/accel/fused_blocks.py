@@ -59,8 +59,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class Link:
     """Passes the factors of a norm's gradient to the convolution before it in the backward pass.
 
-    The only operation that reads the output of the norm calls `put`, and the convolution calls
-    `take`.
+    In the backward pass, the only operation that reads the norm's output calls `put` with the
+    factors, and the convolution before the norm calls `take`.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Link:
 
 @dataclass
 class Normed:
-    """The activation norm(x), which is not stored, for the output `x` of a convolution."""
+    """The activation norm(x) for the output `x` of a convolution, which is stored in its place."""
 
     x: Tensor
     saved: Tensor
@@ -106,7 +106,7 @@ class DeferredOutput:
     recompute: bool = False
 
     def output(self) -> tuple[Tensor, Tensor]:
-        """Computes the output and returns it twice (see `fused.norm_act_twice`)."""
+        """Computes the output of the block and returns it twice (see `fused.norm_act_twice`)."""
         out: tuple[Tensor, Tensor] = _Join.apply(  # type: ignore[no-untyped-call]
             self.links(), *self.tensors()
         )
@@ -127,13 +127,16 @@ class DeferredOutput:
         return out, y if source is None else RecomputedActivation(y, y, source)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns x, statistics, γ and β of the branch, and the shortcut or the same four of it."""
+        """Returns x, statistics, γ and β of the branch's last norm, then the shortcut.
+
+        If the shortcut has a norm, the same four tensors of that norm take its place.
+        """
         if isinstance(self.residual, Normed):
             return *self.branch.tensors(), *self.residual.tensors()
         return *self.branch.tensors(), branch_and_shortcut(self.residual)[1]
 
     def links(self) -> tuple[Link, ...]:
-        """Returns the links of the branch's norm and, if the shortcut has a norm, of that norm."""
+        """Returns the `Link` of the branch's last norm and, if the shortcut has a norm, its `Link`."""
         norms = (self.branch, self.residual)
         return tuple(norm.link for norm in norms if isinstance(norm, Normed))
 
@@ -169,13 +172,13 @@ def _is_plain(convolution: nn.Module, kind: torch.dtype) -> bool:
 def fused_block(
     block: Block, x: BlockInput, forward: FusedForward, choices: Choices
 ) -> DeferredOutput:
-    """Computes a block for which `can_fuse_block` is True, except the last norm, sum and ReLU.
+    """Computes a block except its last norm, sum and ReLU. Requires `can_fuse_block`.
 
     Args:
         block: The block.
         x: The input of the block.
         forward: Computes a shortcut that cannot be fused; tells if activations are recomputed.
-        choices: The chosen implementations of convolutions.
+        choices: The kernels chosen for the convolutions.
     """
     first, *inner = block.branch
     if isinstance(x, DeferredOutput):
@@ -206,14 +209,14 @@ def _shortcut(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a convolution that are not tensors.
+    """The arguments of `_Convolve` that are not tensors.
 
     Attributes:
         stride: The stride of the convolution.
         norm: The norm of the convolution's output.
-        link: The link of that norm.
-        links: The links of the norms from which the input is computed.
-        choices: The chosen implementations.
+        link: Receives the factors of that norm's gradient in the backward pass.
+        links: The links of the norms from whose results the input is computed.
+        choices: The kernels chosen for the convolutions.
         relu: True if a ReLU follows the norm.
         recompute: True if the backward pass recomputes the input.
     """
@@ -236,13 +239,15 @@ def _convolve(
     Args:
         x: The input: an activation, a `Normed` activation, or the `DeferredOutput` of a block.
         convolution: The convolution and the norm that follows.
-        choices: The chosen implementations.
+        choices: The kernels chosen for the convolutions.
         relu: True if a ReLU follows the norm.
         recompute: True if the backward pass recomputes the input.
-        source: If given, recomputes the output of the block, which is then not saved.
+        source: If given, recomputes the output of the block in the backward pass, so that it is not
+            saved.
 
     Returns:
-        The normalized result, and the computed output of the block if `x` is one.
+        The result of convolution and norm, and the output of the block if `x` is a
+        `DeferredOutput`.
     """
     layer, norm = convolution
     assert isinstance(layer, nn.Conv2d)
@@ -264,8 +269,8 @@ def _convolve(
 class _Convolve(torch.autograd.Function):
     """A convolution, with the statistics of its output for the norm that follows.
 
-    The input is x, relu(norm(x)) or relu(norm(x) + shortcut), by the tensors given (see
-    `DeferredOutput.tensors`). In the last case, `forward` also returns the computed input.
+    The given tensors (see `DeferredOutput.tensors`) decide whether the input is x, relu(norm(x)) or
+    relu(norm(x) + shortcut). In the last case, `forward` also returns the computed input.
     """
 
     @staticmethod

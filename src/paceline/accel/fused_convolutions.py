@@ -1,4 +1,4 @@
-"""Convolutions of fused blocks, forward and backward, with the operations around them.
+"""Convolutions fused with the batch norms and ReLUs around them, forward and backward.
 
 Each convolution and gradient has several implementations with equal results within rounding. Those
 for 1 × 1 convolutions of stride 1 are the kernels of `convolution_launches`, one for each tile. If
@@ -57,7 +57,10 @@ from paceline.accel.operands import (
 
 
 def _key(what: str, operand: Operand, weight: Tensor, stride: int, *more: object) -> str:
-    """Returns a text that identifies a choice and contains everything that affects the times."""
+    """Returns the key under which the choice of a kernel is stored.
+
+    The key contains everything that affects the time, such as shapes and number format.
+    """
     out, into, size, _ = weight.shape
     form = FORMS[operand.form] + (" relu" if operand.relu else "")
     kind = str(weight.dtype).removeprefix("torch.")
@@ -79,10 +82,10 @@ def forward_convolution(
     """Computes a convolution and the statistics of its output; the padding is half the kernel size.
 
     Args:
-        choices: The chosen implementations.
+        choices: The kernels chosen for the convolutions.
         operand: The input.
         weight: The weight of the convolution.
-        norm: The norm of the output, whose running statistics are updated.
+        norm: The norm that follows, whose running statistics are updated.
         stride: The stride of the convolution.
         keep: True to store the computed input.
         recompute: True if the backward pass recomputes the input.
@@ -108,7 +111,7 @@ def forward_convolution(
     )
 
     def weight_gradient_after(result: tuple[Tensor, Moments, Tensor | None]) -> Tensor:
-        """Computes a weight gradient for timing only; the output stands in for its own gradient."""
+        """Computes a weight gradient for timing only; the output serves as its own gradient."""
         out, _, kept = result
         inputs = operand if kept is None or recompute else Operand(kept)
         return _stored_weight_gradient(choices, out, weight, inputs, stride)
@@ -130,9 +133,9 @@ Result = TypeVar("Result")
 def _of_cudnn(
     choices: Choices, key: str, make: Callable[[str], dict[str, Callable[[], Result]]]
 ) -> dict[str, Callable[[], Result]]:
-    """Returns cuDNN's implementations if they are requested, and records why cuDNN has none.
+    """Returns cuDNN's implementations if the user requests them, and records if there are none.
 
-    `make` creates all of them for "", and only the named one for a name.
+    `make("")` creates all of them, and `make(name)` only the named one.
     """
     wanted = choices.wanted_of_cudnn(key)
     if wanted is None:
@@ -148,7 +151,7 @@ def _fastest(
     choices: Choices, key: str, implementations: Mapping[str, Callable[[], Result]], product: bool,
     device: torch.device, then: Callable[[Result], object] | None = None,
 ) -> Result:  # fmt: skip
-    """Chooses the fastest implementation, calls it and returns the result.
+    """Calls the fastest implementation of a convolution and returns its result.
 
     If there is only the separate implementation, it is called without a choice, unless the
     convolution is a matrix product (`product`) or a choice is recorded for the key.
@@ -186,13 +189,13 @@ def backward_convolution(
 ) -> Gradients:  # fmt: skip
     """Computes the gradients of a convolution's input and weight.
 
-    There are three ways. Two kernels each compute the gradient of the output while they load it. Or
-    one kernel computes both gradients, for few channels. Or the gradient of the output is stored,
-    for kernels of cuDNN or torch. Storing this gradient in one kernel for the second kernel was
-    slower.
+    There are three implementations. Two kernels each recompute the gradient of the output while
+    they load their operands; one kernel computes both gradients, if there are few channels; or the
+    gradient of the output is stored for kernels of cuDNN or torch. Storing this gradient in one
+    kernel for the second kernel was slower.
 
     Args:
-        choices: The chosen implementations.
+        choices: The kernels chosen for the convolutions.
         gradient: The gradient of the convolution's output.
         weight: The weight of the convolution.
         inputs: The input of the convolution.
@@ -205,7 +208,7 @@ def backward_convolution(
 
 @dataclass(frozen=True)
 class _Backward:
-    """The arguments of `backward_convolution`, with a method for each implementation."""
+    """The arguments of `backward_convolution`; each method is one implementation."""
 
     choices: Choices
     gradient: Operand
@@ -243,7 +246,7 @@ class _Backward:
         return Gradients(dx, parts, self.fused_weight() if self.wants_weight else None)
 
     def fused_input(self) -> tuple[Tensor, Tensor | None]:
-        """Computes gradient · weight, applies `end`, and returns the result with its partial sums."""
+        """Computes the gradient of the input and applies `end`. Returns it with the partial sums."""
         (out, into), end = self.weight.shape[:2], self.end
         launch = partial(launch_convolution, forward=False, epilogue=end.form, side=False, end=end)
         implementations = {
@@ -257,7 +260,7 @@ class _Backward:
         return dx, parts
 
     def fused_weight(self) -> Tensor:
-        """Computes gradientᵀ · inputs in the shape of `weight`."""
+        """Computes the gradient of the weight."""
         out, into = self.weight.shape[:2]
         implementations = {
             tile.name: partial(
@@ -288,7 +291,7 @@ class _Backward:
         return Gradients(dz, parts, dw)
 
     def of_cudnn(self, wanted: str) -> dict[str, Callable[[], Gradients]]:
-        """Returns one implementation by cuDNN, in which each gradient has a choice of its own.
+        """Returns an implementation by cuDNN, which chooses a kernel for each gradient separately.
 
         Raises `CudnnError` if cuDNN does not support the gradient of the input.
         """
@@ -299,7 +302,7 @@ class _Backward:
     def cudnn_inputs(
         self, gradient: Tensor, *, timed: bool
     ) -> dict[str, Callable[[], tuple[Tensor, tuple[Tensor, ...]]]]:
-        """Returns implementations of the input's gradient: all if `timed`, else the chosen one."""
+        """Returns implementations of the input's gradient: all if `timed`, else only the chosen one."""
         chosen = "" if timed else self.choices.wanted_of_cudnn(self.cudnn_key()) or ""
         return cudnn_forms.input_gradient(gradient, self.weight, self.end, self.stride, chosen)
 

@@ -29,7 +29,7 @@ from paceline.accel.stem import can_launch, convolve_images, is_plain, pads_imag
 
 
 class FusedForward(Forward):
-    """A `Forward` with fused norms and, if `choices` is given, with fused convolutions."""
+    """Computes a model's forward pass with fused norms and, if `choices` is given, fused convolutions."""
 
     def __init__(
         self, network: Network, *, recompute: bool = False, choices: Choices | None = None

@@ -1,8 +1,8 @@
 """Chooses the fastest implementation of each fused convolution on this device.
 
-Implementations are timed in the trial pass at the start of a run, between `begin` and `adopt`, with
-the activations of their first call. After that, nothing is timed: shapes that did not occur in the
-trial, such as a short last micro-batch, use the separate implementation.
+At the start of a run, between `begin` and `adopt`, a trial pass times the implementations. Later
+nothing is timed: for shapes that did not occur in the trial, such as a short last micro-batch,
+convolution and norm run as separate kernels (the "separate" implementation).
 
 `adopt` receives the choices on which all ranks have agreed and writes them to a file in
 `$XDG_CACHE_HOME/paceline/products` or `~/.cache/paceline/products`, so that later runs make the
@@ -52,7 +52,7 @@ building: ContextVar[bool] = ContextVar("building", default=False)
 
 @dataclass
 class Choices:
-    """The chosen implementations of one model.
+    """The kernels chosen for the fused convolutions of one model.
 
     Attributes:
         mode: `off`; `auto`; `on`, which uses the separate implementation only if no other works; or
@@ -80,7 +80,7 @@ class Choices:
     path: Path | None = None
 
     def own(self) -> dict[str, str]:
-        """Returns only the choices in the file that this model uses."""
+        """Returns the chosen implementations for the convolutions of this model only."""
         return {key: name for key, name in self.chosen.items() if key in self.used}
 
     def describe(self) -> str:
@@ -115,7 +115,7 @@ class Choices:
 
     @classmethod
     def begin(cls, mode: str, device: torch.device) -> Choices:
-        """Starts the trial with the choices that are stored on disk for this kind of GPU."""
+        """Starts timing, with the choices that earlier runs have stored on disk for this kind of GPU."""
         choices = cls(mode, open=mode != "off")
         if mode == CUDNN:
             try:
@@ -130,7 +130,7 @@ class Choices:
         return choices
 
     def adopt(self, agreed: Mapping[str, str]) -> bool:
-        """Ends the trial, replaces all choices by the agreed ones, and writes them to disk.
+        """Ends timing, replaces all choices by those on which the ranks agreed, and stores them on disk.
 
         Choices that came from the file but were not agreed on are dropped, so that a run does not
         depend on them.
@@ -146,7 +146,7 @@ class Choices:
         return differs
 
     def kind(self) -> str:
-        """Returns a text with GPU, versions and mode; choices are valid only where it is equal."""
+        """Returns a text with the GPU, versions and mode for which the choices are valid."""
         return self.path.name if self.path is not None else ""
 
     def choose(
@@ -159,8 +159,8 @@ class Choices:
             key: Identifies the convolution, its shapes and number formats.
             implementations: The implementations by name; they must have no side effects.
             device: The device on which they run.
-            then: Later work whose time depends on the implementation. It receives the result, and
-                its time is added.
+            then: Later work whose time depends on the implementation, such as the weight gradient.
+                It receives the result of the implementation, and its time is added.
         """
         timing = self.open and device.type == "cuda" and not building.get()
         timing = timing and not torch.cuda.is_current_stream_capturing()
@@ -233,7 +233,7 @@ def _build(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Returns True for a lost device or too little memory, which no implementation causes."""
+    """Returns True for a lost GPU or too little memory, which are not the fault of one kernel."""
     return (
         isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError | MemoryError)
         or "out of memory" in str(error).lower()
@@ -260,7 +260,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def _file(device: torch.device, mode: str, without_cudnn: str = "") -> Path | None:
-    """Returns the path of the file for choices; None if there is no home directory."""
+    """Returns the file that stores the choices, or None if there is no home directory."""
     import triton
 
     base = user_cache()

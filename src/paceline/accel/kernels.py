@@ -5,8 +5,8 @@ the number of passes over an activation. The forward pass reads it twice and wri
 including ReLU and residual sum. The backward pass reads the activation and its gradient twice and
 writes once.
 
-Sums over rows are computed in two stages without atomics: the rows of each part (`span` rows), and
-then all parts. The order is fixed, so repetitions are bit-identical. For variances, a part sums
+Sums over rows are computed in two steps without atomics: first for each part of `span` rows, then
+over all parts. The order is fixed, so repetitions are bit-identical. For variances, a part sums
 deviations from its first row, and parts are joined by Chan's formula. This is precise even if the
 mean is far from 0.
 
@@ -27,7 +27,7 @@ FARTHEST_CENTRE = tl.constexpr(1e4)
 
 @triton.jit
 def moments_kernel(x, parts, rows, channels, span, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Computes the mean and the sum of squared deviations of each part, per channel.
+    """Computes mean and sum of squared deviations of each part of `span` rows, per channel.
 
     `parts` [2, parts, channels] receives the means, followed by the sums.
     """
@@ -94,7 +94,7 @@ def statistics_kernel(
     rows, channels, span, parts, momentum, eps, halves,
     OFFSET: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts of `moments_kernel` and calls `store_statistics`."""
+    """Combines the results of `moments_kernel` over all parts and calls `store_statistics`."""
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     col_ok = cols < channels
     lines = tl.arange(0, BLOCK_P)[:, None]
@@ -138,7 +138,7 @@ def centred_statistics_kernel(
     rows, channels, span, parts, momentum, eps, halves,
     OFFSET: tl.constexpr, CENTRED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Joins sums and sums of squares, as `statistics_kernel` does for means and deviations.
+    """Computes mean and variance from sums and sums of squares, and calls `store_statistics`.
 
     The values were summed after subtraction of `centre_of` if `CENTRED`, else unchanged.
     """
@@ -196,11 +196,11 @@ def backward_sums_kernel(
     TWO: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes Σ dz and Σ dz · (x − mean) for each part; dz is the gradient of the ReLU's input.
+    """Computes Σ dz and Σ dz · (x − mean) over parts of `span` rows, for the gradients of γ and β.
 
-    With a residual, dz is stored, because it is also the residual's gradient. Otherwise
-    `backward_input_kernel` recomputes it. With `TWO`, two operations read the output, and the
-    gradients `dy` and `dy2` are added.
+    dz is the gradient of the ReLU's input. With a residual, it is stored, because it is also the
+    residual's gradient. Otherwise `backward_input_kernel` recomputes it. With `TWO`, two operations
+    read the output, and the gradients `dy` and `dy2` are added.
     """
     part = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -241,7 +241,7 @@ def backward_factors_kernel(
     sums, weight, saved, found, rows, channels, parts,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts and computes five rows: the gradients of γ and β, and the factors a, b and c.
+    """Computes the gradients of γ and β, and the factors a, b and c, from the sums of all parts.
 
     The gradient of the norm's input is dx = a · dz + b · x + c.
     """
@@ -346,7 +346,7 @@ def pool_sums_kernel(
     positions, height, width, out_height, out_width, channels, span,
     TWO: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Computes Σ dz and Σ dz · (x − mean) for each part of the pooled positions.
+    """Computes Σ dz and Σ dz · (x − mean) for parts of the pool's output positions.
 
     Sums over the pooled positions suffice, because only the largest input of a window has a
     gradient.

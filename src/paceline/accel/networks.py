@@ -1,8 +1,9 @@
-"""Divides models into parts with faster implementations: convolutions with norms, and blocks.
+"""Finds the layers of a model that have faster implementations.
 
-`network_of` supports Paceline's residual nets, AlexNet with norms, and residual nets whose modules
-are named like those of torchvision or timm. For the latter, a pass over random images must confirm
-that the parts compute the same output as the model.
+`network_of` divides a model into parts: convolutions with norms, and residual blocks. It supports
+Paceline's residual nets, AlexNet with norms, and residual nets whose modules are named like those
+of torchvision or timm. For the latter, a pass over random images must confirm that the parts
+compute the same output as the model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ Pair = tuple[nn.Module, nn.BatchNorm2d]
 
 @dataclass(frozen=True)
 class ConvNorm:
-    """A convolution with norm, ReLU and an optional pool; kernels need `fusible`."""
+    """A convolution with norm, ReLU and an optional pool.
+
+    Kernels can fuse them only if `fusible` is True.
+    """
 
     convolution: nn.Module
     norm: nn.BatchNorm2d
@@ -42,7 +46,7 @@ class ConvNorm:
 
 @dataclass(frozen=True)
 class Block:
-    """A residual block of convolutions with norms, for the branch and optionally for the shortcut.
+    """A residual block: the convolutions and norms of its branch and, if any, of its shortcut.
 
     A ReLU follows each norm of the branch, except the last one, and the sum of branch and shortcut.
     """
@@ -63,7 +67,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Network:
-    """A model as parts that are computed in order, an optional final `norm`, and the `head`."""
+    """The layers of a model in order: `parts`, an optional final `norm`, and the `head`."""
 
     parts: tuple[ConvNorm | Block, ...]
     head: Callable[[Tensor], Tensor]
@@ -79,12 +83,12 @@ class Network:
         return [part for part in self.parts if isinstance(part, Block)]
 
     def can_fuse(self) -> bool:
-        """Returns True if all norms are batch norms that are not synchronized between ranks."""
+        """Returns True if all norms are batch norms without synchronized statistics."""
         return all(isinstance(n, nn.BatchNorm2d) for part in self.parts for _, n in part.pairs())
 
 
 def network_of(model: nn.Module) -> Network | None:
-    """Returns the parts of a model, which it does not change; None if the structure is unknown."""
+    """Returns the layers of a model, which it does not change, or None if the structure is unknown."""
     if type(model) is AlexNet:
         return _alexnet(model)
     try:
@@ -115,7 +119,7 @@ def _alexnet(model: AlexNet) -> Network | None:
 
 
 def _residual(model: nn.Module) -> Network:
-    """Returns the parts of a residual net: conv1, bn1, ReLU, maxpool, layer1, layer2, … and a head.
+    """Returns the layers of a residual net: conv1, bn1, ReLU, maxpool, layer1, layer2, … and a head.
 
     `maxpool` is optional. Raises `_UnknownLayerError` for any other structure.
     """
@@ -155,7 +159,10 @@ def _pair(children: dict[str, nn.Module], number: str) -> Pair:
 
 
 def part_of(module: nn.Module) -> ConvNorm | Block:
-    """Returns the part for a residual block or `PooledConv`, else raises `_UnknownLayerError`."""
+    """Returns the layers of a residual block or `PooledConv`.
+
+    Raises `_UnknownLayerError` for any other module.
+    """
     children = _children(module)
     if type(module) is PooledConv:
         return ConvNorm(*_pair(children, ""), module.maxpool)
@@ -172,7 +179,7 @@ def part_of(module: nn.Module) -> ConvNorm | Block:
 
 
 def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor], Tensor]:
-    """Returns the head of a model of Paceline, timm or torchvision as a function."""
+    """Returns a function that computes the logits with the classifier of the model."""
     for name in ("head", "forward_head"):
         if (name == "forward_head" or is_own(model)) and callable(getattr(model, name, None)):
             head: Callable[[Tensor], Tensor] = getattr(model, name)
@@ -184,7 +191,7 @@ def _head(model: nn.Module, children: dict[str, nn.Module]) -> Callable[[Tensor]
 
 
 def _confirmed(model: nn.Module, network: Network) -> bool:
-    """Returns True if the parts and the model compute the same output for random images.
+    """Returns True if `network` computes the same output as the model for random images.
 
     Noise is added to the weights for this comparison, because zeros in γ would hide differences.
     The model, its training mode and the random generators do not change.
@@ -221,7 +228,7 @@ def _confirmed(model: nn.Module, network: Network) -> bool:
 
 
 class _Both(nn.Module):
-    """Calls either a model or its parts, so that `functional_call` sets the weights of both."""
+    """Calls either a model or its `Network`, so that `functional_call` sets the weights of both."""
 
     def __init__(self, model: nn.Module, parts: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Inputs of fused convolutions, and the operations on the gradients of these inputs.
 
 Activations are in channels-last memory, and in half precision on a GPU. An `Operand` is an input
-that a fused convolution computes while it loads other tensors; `Operand.stored` computes it in
-memory. An `Epilogue` is applied to the gradient of an input before this gradient is stored.
+that a fused convolution computes while it loads other tensors, for example relu(norm(x)) from x. An
+`Epilogue` is applied to the gradient of an input before this gradient is stored.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def out_dims(x: Dims, weight: Dims, stride: int) -> Dims:
 
 @dataclass(frozen=True)
 class Operand:
-    """An activation, stored as `x` or computed from tensors in one of several forms.
+    """An input of a fused convolution: the tensor `x`, or a function of `x` and other tensors.
 
-    The class methods create the forms. `saved` and `found` are statistics or factors of norms, and
-    `relu` is used by `GRADIENT` only.
+    `form` names the function, and the class methods create operands. `saved` and `found` are
+    statistics or gradient factors of norms. `relu` is used by the form `GRADIENT` only.
     """
 
     x: Tensor
@@ -47,7 +47,7 @@ class Operand:
 
     @classmethod
     def normalized(cls, x: Tensor, saved: Tensor) -> Operand:
-        """Returns the operand relu(norm(x)), with the rows of `fused.statistics` in `saved`."""
+        """Returns the operand relu(norm(x)); `saved` is the result of `fused.statistics`."""
         return cls(x, NORMALIZED, saved=saved)
 
     @classmethod
@@ -65,7 +65,7 @@ class Operand:
     def gradient(
         cls, dz: Tensor, x: Tensor, saved: Tensor, found: Tensor, *, relu: bool
     ) -> Operand:
-        """Returns the gradient of a norm's input `x`, a · dz + b · x + c.
+        """Returns the operand a · dz + b · x + c, the gradient of a norm's input `x`.
 
         `found` has the factors (see `fused.join_sums`). With `relu`, `dz` is the gradient after the
         ReLU of the norm.
@@ -77,7 +77,7 @@ class Operand:
         return self.x.numel() // self.x.shape[1]
 
     def stored(self) -> Tensor:
-        """Computes the activation in memory, and returns it; returns `x` if the form is `PLAIN`."""
+        """Computes the operand as a tensor in memory; returns `x` itself if the form is `PLAIN`."""
         if self.form == PLAIN:
             return self.x
         assert self.saved is not None
@@ -95,7 +95,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class NormedMap:
-    """The input `x` of a norm, the rows of `fused.statistics`, γ and β."""
+    """A norm and its input: the input `x`, the result of `fused.statistics`, γ and β."""
 
     x: Tensor
     saved: Tensor
@@ -138,12 +138,12 @@ class Epilogue:
         return cls(MERGED, branch.x, branch, y, add, shortcut)
 
     def maps(self) -> list[Tensor]:
-        """Returns the activations that the kernels of `product_kernels` read for this epilogue."""
+        """Returns the activations that the kernels read for this epilogue."""
         maps = (self.like, self.y, self.add, None if self.shortcut is None else self.shortcut.x)
         return [] if self.form == PLAIN else [tensor for tensor in maps if tensor is not None]
 
     def saved(self, unused: Tensor) -> list[Tensor]:
-        """Returns the statistics of the branch's and shortcut's norms; `unused` if missing."""
+        """Returns the statistics of the norms of branch and shortcut, or `unused` for a missing norm."""
         return [unused if norm is None else norm.saved for norm in (self.branch, self.shortcut)]
 
     def describe(self) -> str:
@@ -155,10 +155,11 @@ class Gradients:
     """The gradients of a convolution's input and weight.
 
     Attributes:
-        dx: The gradient of the input after the epilogue.
-        parts: The partial sums of the epilogue, [2 or 4, parts, channels]: two for each norm.
+        dx: The gradient of the input, after the `Epilogue`.
+        parts: Partial sums [2 or 4, parts, channels] for the gradients of γ and β, two for each
+            norm.
         weight: The gradient of the weight; None if it was not requested.
-        joined: The rows of `fused.join_sums` for each norm, if cuDNN computed them.
+        joined: The result of `fused.join_sums` for each norm, if cuDNN computed it.
     """
 
     dx: Tensor
@@ -167,7 +168,10 @@ class Gradients:
     joined: tuple[Tensor, ...] = ()
 
     def factors(self, norm: NormedMap, place: int) -> Tensor:
-        """Returns the rows of `fused.join_sums` for `norm`, of branch (0) or shortcut (1)."""
+        """Returns the gradients of γ and β, and the factors of `fused.backward_input`, for `norm`.
+
+        `place` is 0 for the norm of the branch and 1 for that of the shortcut.
+        """
         if self.joined:
             return self.joined[place]
         assert self.parts is not None

@@ -41,7 +41,7 @@ def _operand(
     x, other, saved, found, at, ok, cols, col_ok, channels,
     FORM: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Loads or computes a tile of the operand, in the type of `x`.
+    """Loads or computes a tile of the convolution's input, in the dtype of `x`.
 
     For `GRADIENT`, `x` is dz, `other` is the norm's input, and `found` has the factors; with
     `RELU`, `x` is the gradient after the norm's ReLU. For `PROJECTED`, `found` has the statistics
@@ -81,7 +81,7 @@ def _columns(
     out_saved, out_other_saved, centre, cols, col_ok, n,
     EPILOGUE: tl.constexpr, PROJECT: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Loads the values that the epilogue needs for each column.
+    """Loads the per-channel values that the epilogue needs.
 
     These are the value that is subtracted before sums, the norm's scale and shift, and the mean of
     the norm of the residual.
@@ -120,7 +120,7 @@ def _product(tile, factors, result, TURNED: tl.constexpr):
 
 @triton.jit
 def _part_of(maps, elements, DESCRIBED: tl.constexpr):
-    """Advances a pointer by `elements` to this program's part; leaves a descriptor unchanged."""
+    """Advances a pointer to the rows of this program; leaves a tensor descriptor unchanged."""
     return maps if DESCRIBED else maps + elements
 
 
@@ -197,7 +197,7 @@ def _fold(
 def _no_sums(
     TURNED: tl.constexpr, GROUPS: tl.constexpr, LINES: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Returns zeros in the shape of the result of `_fold`."""
+    """Returns zeros, to which results of `_fold` are added."""
     if TURNED:
         sums = tl.zeros((BLOCK_N, GROUPS), tl.float32)
     else:

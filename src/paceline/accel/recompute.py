@@ -82,7 +82,7 @@ class ActivationSource:
 
 @dataclass(frozen=True)
 class RecomputedActivation:
-    """An activation that is not stored, given twice: for the branch and the shortcut of a block."""
+    """An activation that autograd does not store, as two tensors for the branch and the shortcut."""
 
     branch: Tensor
     shortcut: Tensor
@@ -95,7 +95,7 @@ BlockInput: TypeAlias = "Tensor | tuple[Tensor, Tensor] | RecomputedActivation |
 
 
 def branch_and_shortcut(x: BlockInput) -> tuple[Tensor, Tensor]:
-    """Returns the input of a block's branch and that of the shortcut, which have equal values."""
+    """Returns the inputs of a block's branch and shortcut, two tensors of equal values."""
     if isinstance(x, Tensor):
         return x, x
     if isinstance(x, RecomputedActivation):
@@ -109,16 +109,19 @@ def computed(x: BlockInput) -> BlockInput:
 
 
 def not_stored(x: object) -> AbstractContextManager[None]:
-    """Returns the context in which an operator must read `x`: a real one if `x` is recomputed."""
+    """Returns a context in which an operator reads `x`, so that autograd does not store it.
+
+    The context does nothing unless `x` is a `RecomputedActivation`.
+    """
     return x.source.not_stored() if isinstance(x, RecomputedActivation) else nullcontext()
 
 
 def recomputed_norm(
     x: Tensor, norm: nn.BatchNorm2d, shortcut: Tensor | None = None
 ) -> RecomputedActivation:
-    """Computes a recomputable relu(norm(x) + shortcut) with torch's operators.
+    """Computes relu(norm(x) + shortcut), which the backward pass recomputes instead of storing it.
 
-    The shortcut, if there is one, must be stored.
+    Uses torch's operators. The shortcut, if there is one, must stay in memory.
     """
     out, again = normalized(x, norm)
     source = ActivationSource()

@@ -1,4 +1,4 @@
-"""Settings of `paceline.accel`, the table `[run.accel]` of a recipe. Without torch."""
+"""Settings of `paceline.accel`, the table `[run.accel]` of a recipe. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first convolution of a network, in an implementation that tensor cores compute faster.
+"""Computes the first convolution of a network faster, on tensor cores.
 
 The input is normalized images, with a fourth channel of zeros if norms are fused. Tensor cores are
 mostly idle in convolutions of few channels. So `convolve_images` makes the pixels of a small window
@@ -45,7 +45,7 @@ def pads_images(first: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class WindowForm:
-    """The sizes of an implementation that convolves windows of pixels.
+    """Sizes of a convolution of pixel windows, which replaces the first convolution of a network.
 
     Windows of `side` × `side` pixels begin every `stride` pixels. The values of a window become
     channels: `channels` values of each pixel, then zeros up to `width`. A convolution with a kernel
@@ -72,7 +72,10 @@ class WindowForm:
         return (pixels + 2 * self.padding - self.kernel) // self.stride + self.taps
 
     def weight(self, weight: Tensor) -> Tensor:
-        """Rearranges the weight for windows as input, in channels-last memory; differentiable."""
+        """Rearranges the weight of the first convolution for windows as input; differentiable.
+
+        The result is in channels-last memory.
+        """
         filters, channels = weight.shape[:2]
         taps, side = self.taps, self.side
         more = taps * side - self.kernel
@@ -88,13 +91,13 @@ _MEASURED = {(11, 4): (4, 4, 64), (3, 1): (3, 3, 32)}
 
 
 def describe_stem(first: nn.Module) -> str:
-    """Describes how the first convolution is computed when norms are fused; "" if as usual."""
+    """Describes how the first convolution is computed if norms are fused, or returns "" if by torch."""
     form = window_form(first) if pads_images(first) else None
     return "" if form is None else f"first convolution on windows of {form.width} channels"
 
 
 def window_form(convolution: nn.Module) -> WindowForm | None:
-    """Returns the sizes of the window implementation of a convolution; None if it has none."""
+    """Returns the sizes for convolving windows instead of pixels, or None if that is not supported."""
     if not is_plain(convolution):
         return None
     (kernel, *kernels), (stride, *strides) = convolution.kernel_size, convolution.stride

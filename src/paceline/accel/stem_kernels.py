@@ -52,7 +52,10 @@ def windows_kernel(
 
 
 def image_windows(images: Tensor, form: WindowForm, down: int, across: int) -> Tensor:
-    """Returns the `down` × `across` windows of each image in channels-last memory; no gradient."""
+    """Returns the windows (`down` × `across` per image) as channels, in channels-last memory.
+
+    The result has no gradient.
+    """
     images = images.detach().contiguous(memory_format=torch.channels_last)
     samples, pixel, height, width = images.shape
     out = torch.empty(

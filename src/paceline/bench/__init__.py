@@ -1,1 +1,1 @@
-"""Measurements of one machine: training step, input pipeline, all-reduce."""
+"""Measures one machine: its training step, input pipeline and all-reduces (`paceline bench`)."""

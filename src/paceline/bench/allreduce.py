@@ -1,8 +1,9 @@
 """`paceline bench allreduce`: compares all-reduce algorithms with the backend's own at several sizes.
 
-Rows have the columns of nccl-tests (size, time, algbw, busbw), the spread, all samples, and the speed
-relative to `native` in the same run. The first result of each algorithm and size is checked completely,
-and every later result at its first and last element.
+Each row of the result has the columns of nccl-tests (size, time, algbw, busbw), the spread of the
+times, all samples, and the speed relative to the backend's own all-reduce (`native`) in the same
+run. The first result of each algorithm and size is checked completely, and every later result at
+its first and last element.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class AllReduceBench:
                 self._all_reduces[name] = HybridAllReduce(ranks.groups, table, job.wire).all_reduce
 
     def measure(self, size: int) -> list[dict[str, Any]]:
-        """Measures all algorithms at one size in bytes; returns their rows, `native` first."""
+        """Measures all algorithms at one buffer size in bytes.
+
+        Returns one result row per algorithm, `native` first.
+        """
         job, ranks = self._job, self._ranks
         buffer = torch.empty(max(size // 4, 1), device=ranks.device)
         calls = {name: partial(run, buffer) for name, run in self._all_reduces.items()}
@@ -91,7 +95,7 @@ class AllReduceBench:
 
 
 def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
-    """Returns the sizes from `least` to `most` that grow by `factor`, as multiples of 4 bytes."""
+    """Returns buffer sizes from `least` to `most` that grow by `factor`, as multiples of 4 bytes."""
     sizes: list[int] = []
     size = float(least)
     while size <= most * (1 + 1e-9):
@@ -103,7 +107,7 @@ def choose_sizes(least: int, most: int, factor: float) -> tuple[int, ...]:
 
 
 class Pattern:
-    """Test values whose sum over ranks is known: element i on rank r is (i + r) mod 3."""
+    """Test values whose sum over all ranks is known: element i on rank r is (i + r) mod 3."""
 
     def __init__(
         self, length: int, rank: int, world_size: int, wire: str, device: torch.device
@@ -124,17 +128,17 @@ class Pattern:
         self._tolerance = 0.0 if largest_sum * unit <= 0.5 else largest_sum * unit * world_size
 
     def fill(self, buffer: Tensor) -> None:
-        """Writes the numbers of this rank into a buffer."""
+        """Writes this rank's test values into a buffer."""
         buffer.copy_(self._own)
 
     def check(self, buffer: Tensor, name: str, ranks: RankGroup) -> None:
-        """Checks every element. If one is wrong on any rank, all ranks raise CommError."""
+        """Checks every element of a summed buffer. If one is wrong on any rank, all raise CommError."""
         wrong = int(((buffer - self._sum).abs() > self._tolerance).sum())
         if ranks.agree_max(float(wrong)) > 0:
             raise _wrong_sum(name, buffer, f"{wrong} elements are wrong on rank {ranks.rank}")
 
     def check_ends(self, buffer: Tensor, name: str) -> None:
-        """Checks the first and last element of a buffer that was filled with ones."""
+        """Checks the first and last element of the sum of buffers that were filled with ones."""
         for value in (float(buffer[0]), float(buffer[-1])):
             if abs(value - self._ones) > self._tolerance:
                 raise _wrong_sum(name, buffer, f"{value} instead of {self._ones:g}")

@@ -1,8 +1,8 @@
-"""`paceline bench input`: the speed of input pipelines.
+"""Measures the speed of input pipelines (`paceline bench input`).
 
-A row measures one pipeline: the number of images per second that arrive as normalized tensors on the
-device. Batches that were prefetched before the start are not counted. The clock stops after the same
-number of batches from every worker.
+A row is one pipeline with its settings; its result is the number of images per second that arrive
+as normalized tensors on the device. Batches that were prefetched before the start are not counted.
+The clock stops after the same number of batches from every worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MIN_SAMPLES_PER_EPOCH = 20_000
 
 @dataclass(frozen=True)
 class InputRow:
-    """A pipeline to measure.
+    """An input pipeline to measure.
 
     Attributes:
         kind: `ours`, or the name of another pipeline in `benchmarks.input_pipelines`.
@@ -73,12 +73,12 @@ class InputRow:
 
 @dataclass(frozen=True)
 class InputStream:
-    """An endless stream of batches.
+    """An endless stream of batches from an input pipeline.
 
     Attributes:
         batches: Normalized images, samples × channels × height × width, on the device of the row.
-        stored: The largest number of prefetched batches.
-        described: How the batches are made, with automatic choices and replacements.
+        stored: The maximum number of prefetched batches, which are not counted.
+        described: How the batches are made, including automatic choices.
         remark: Returns a note on the measurement so far; it may be empty.
     """
 
@@ -95,7 +95,7 @@ OpenStream = Callable[[InputRow], AbstractContextManager[InputStream]]
 
 
 def normalized(batches: Iterator[Batch], row: InputRow) -> Iterator[torch.Tensor]:
-    """Converts the batches of our loader to normalized tensors on the device of the row."""
+    """Normalizes the batches of our loader on the device of `row`."""
     settings = row.settings
     normalize = Normalizer(settings.mean, settings.std, settings.channels, row.dtype)
 
@@ -108,7 +108,7 @@ def normalized(batches: Iterator[Batch], row: InputRow) -> Iterator[torch.Tensor
 def create_loader(
     row: InputRow, source: Source, *, rank: int = 0, world_size: int = 1
 ) -> TrainBatches | EvalBatches:
-    """Creates the loader that training or evaluation would use on this rank."""
+    """Creates the training or evaluation loader of this rank, for the split of `row`."""
     device = torch.device(row.device)
     if row.split == "train":
         step = row.batch_size * world_size
@@ -123,14 +123,14 @@ def create_loader(
 
 
 def endless(loader: TrainBatches | EvalBatches) -> Iterator[Batch]:
-    """Repeats passes over validation images; the stream of training batches has no end."""
+    """Yields batches without end: repeats evaluation loaders; training loaders have no end."""
     while True:
         yield from loader
 
 
 @contextmanager
 def open_threads(row: InputRow) -> Iterator[InputStream]:
-    """Opens our input pipeline for a row; closes the data at the end of the block."""
+    """Opens our input pipeline with the settings of `row`, and closes it at the end of the block."""
     settings = replace(row.settings, workers=row.workers)
     source = open_repeated(settings, row.split)
     try:
@@ -158,7 +158,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 class Repeated(WrappedSource):
-    """A source that repeats a small source: sample i is sample i modulo the small source's length."""
+    """A source that repeats a small source: sample i is sample i modulo the number of samples."""
 
     def __init__(self, inner: Source, times: int) -> None:
         super().__init__(inner)
@@ -178,7 +178,7 @@ def open_repeated(settings: DataSettings, split: Split) -> Source:
 
 @dataclass
 class RowRates:
-    """The images per second of a row in each round, and the distinct descriptions and remarks."""
+    """The measured images per second of a pipeline, and its distinct descriptions and remarks."""
 
     row: InputRow
     rates: list[float] = field(default_factory=list)
@@ -190,7 +190,7 @@ class RowRates:
         return statistics.median(self.rates)
 
     def measure(self, open_stream: OpenStream, seconds: float) -> None:
-        """Adds the rate of one round of at least `seconds`, after a warm-up."""
+        """Measures the pipeline for `seconds` or longer after a warm-up, and stores images per second."""
         row = self.row
         with one_torch_thread(), open_stream(row) as stream:
             for _ in range(stream.stored + row.workers):
@@ -228,14 +228,15 @@ def measure_rows(
     rows: Sequence[InputRow], *, rounds: int, seconds: float, on_progress: OnProgress,
     open_stream: OpenStream = open_threads,
 ) -> list[RowRates]:  # fmt: skip
-    """Measures every row once in each round.
+    """Measures the speed of several input pipelines, each once in each round.
 
-    Each round starts with another row, so that other load on the machine affects all rows alike.
+    Each round starts with another pipeline, so that other load on the machine affects all of them
+    alike.
 
     Args:
         rows: The pipelines to measure.
         rounds: The number of rounds.
-        seconds: The least time of each measurement in seconds.
+        seconds: The minimum duration of each measurement in seconds.
         on_progress: A function that receives a line of text for each measurement.
         open_stream: A function that opens the pipeline of a row.
     """

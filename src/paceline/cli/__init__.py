@@ -1,1 +1,4 @@
-"""The command line `paceline`: commands and exit codes. Packages are imported only when needed."""
+"""The command line `paceline`: its commands and exit codes.
+
+Commands import packages only when they need them.
+"""

@@ -1,4 +1,4 @@
-"""Runs the command line `paceline`: finds the command, sets the exit code, protects the streams.
+"""Runs the command line `paceline`: finds the command, and turns errors into exit codes.
 
 Exit codes: 0 success, 1 the command failed, 2 wrong input, 128 + n stopped by signal n. An error that a
 user can cause is one line on standard error; a bug keeps its traceback.
@@ -159,7 +159,7 @@ def run_command() -> int:
 
 
 def _watch_launcher() -> Unwatched:
-    """Starts watching the launcher if a launcher has started this process as a rank."""
+    """Watches the launcher, if one has started this process as a rank, to end the rank with it."""
     if os.environ.keys().isdisjoint(RANK_VARIABLES.values()):
         return Unwatched()
     from paceline.cli.launcher_watch import LauncherWatch
@@ -187,7 +187,7 @@ def _unexpected(error: Exception) -> Failure:
 
 
 def _check_output(code: int) -> int:
-    """Returns `code`, or 1 if the command succeeded but its output could not be written.
+    """Returns the exit code `code`, or 1 if the command succeeded but its output was not written.
 
     A reader that ends early (`| head`) is no error. Lost output of `paceline train` and `rehearse` is no
     error either, because their results are in the run folder.
@@ -216,7 +216,10 @@ def make_streams_robust() -> None:
 
 
 def lost_output() -> str | None:
-    """Returns why output was lost although its reader exists; None if no output was lost."""
+    """Returns why output could not be written, or None if none was lost.
+
+    Output to a pipe whose reader has ended is not lost.
+    """
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(raw, LossyOutput):
         return None
@@ -227,7 +230,7 @@ def lost_output() -> str | None:
 
 
 class LossyOutput(io.RawIOBase):
-    """A stream that stores its first error as `problem` and then drops all output."""
+    """A stream that stores its first write error as `problem`, and then discards all output."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -250,7 +253,7 @@ class LossyOutput(io.RawIOBase):
         return not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Writes bytes or, after an error, drops them; returns the number of written or dropped bytes."""
+        """Writes bytes or, after an error, discards them; returns the number of bytes in both cases."""
         while self.problem is None:
             try:
                 return os.write(self._descriptor, data)

@@ -1,4 +1,4 @@
-"""`paceline bench`: measures the training step, the input pipeline and all-reduces of a machine.
+"""`paceline bench`: measures the training step, input pipeline and all-reduces of a machine.
 
 The result is a table or, with `--json`, one object that includes the environment. Comparisons with other
 libraries are programs in benchmarks/, outside the package.
@@ -48,7 +48,7 @@ _FLAG_OF = {
 
 
 def parse_switches(settings: list[str]) -> dict[str, Any]:
-    """Parses the values of `--set` to `{"section.key": value}`.
+    """Parses `--set section.key=value` options to a dict of values by setting.
 
     Raises:
         ConfigError: If the command has another flag for the setting.
@@ -56,7 +56,7 @@ def parse_switches(settings: list[str]) -> dict[str, Any]:
     switches = dict(parse_assignment(text) for text in settings)
     for name, flag in _FLAG_OF.items():
         if name in switches:
-            raise ConfigError("--set", name, "has a flag of its own in this command", f"use {flag}")
+            raise ConfigError("--set", name, "has its own flag in this command", f"use {flag}")
     return switches
 
 
@@ -72,7 +72,7 @@ def step(
     device: options.Device = "auto",
     as_json: options.AsJson = False,
 ) -> int:
-    """A whole training step on synthetic images, as training runs it."""
+    """Measure a whole training step on synthetic images."""
     from paceline.tune.step import StepRow
 
     check_model_name(model)
@@ -95,7 +95,7 @@ def step(
 
 
 def measure_step(row: StepRow) -> dict[str, Any]:
-    """Builds, warms up and times a training step; returns the result of `step_result`."""
+    """Builds a training step, warms it up and times it; returns the result of `step_result`."""
     from paceline.train.machine import explain_out_of_memory
     from paceline.tune.step import measure_ours
 
@@ -111,13 +111,13 @@ def measure_step(row: StepRow) -> dict[str, Any]:
 
 
 def step_result(row: StepRow, times: Times, description: str, start_s: float) -> dict[str, Any]:
-    """Returns the figures of a measured step.
+    """Returns the times, speed and settings of a measured step as a dict for the output.
 
     Args:
         row: The model, batch and device of the step.
         times: The seconds of each timed step.
-        description: A text about the automatic choices of the step.
-        start_s: The seconds until the warm-up had ended, including compilation.
+        description: Names what was chosen automatically for the step.
+        start_s: The seconds until the end of the warm-up, including compilation.
     """
     import torch
 
@@ -134,7 +134,7 @@ def step_result(row: StepRow, times: Times, description: str, start_s: float) ->
 
 
 def print_steps(results: Sequence[dict[str, Any]]) -> None:
-    """Prints a table of results of `step_result`, or of errors of steps that were not measured."""
+    """Prints a table of results of `step_result`, and the errors of steps that failed."""
     table = Table("row", "images/s", "ms a step", "p10–p90", "start s", "GiB", "what")
     for result in results:
         if "error" in result:
@@ -163,7 +163,7 @@ def bench_input(
     device: str = typer.Option("auto", help="auto, cpu or cuda: the place of the batches."),
     as_json: options.AsJson = False,
 ) -> int:
-    """Images/s that the input pipeline delivers as normalised tensors."""
+    """Measure how many images/s the input pipeline delivers as normalised tensors."""
     from paceline.bench.input_rows import measure_rows
 
     check_at_least(1, {"--batch-size": batch_size, "--rounds": rounds})
@@ -187,7 +187,7 @@ def bench_input(
 
 
 def parse_data_settings(settings: list[str]) -> dict[str, Any]:
-    """Parses the values of `--set` of an input benchmark to `{"data.KEY": value}`.
+    """Parses `--set data.KEY=VALUE` options to a dict of values by setting.
 
     Raises:
         ConfigError: If a setting is not in the section `data`.
@@ -203,7 +203,10 @@ def input_rows(
     kind: str, workers: list[int], data_dir: str, split: str, batch_size: int, image_size: int,
     device: str, changed: dict[str, Any],
 ) -> list[InputRow]:  # fmt: skip
-    """Returns one row for each number in `workers`; `changed` has the settings given by `--set`."""
+    """Returns the pipelines to measure, one for each number of threads in `workers`.
+
+    `changed` has the settings given by `--set`.
+    """
     from paceline.bench.input_rows import InputRow
 
     if split not in ("train", "val"):
@@ -231,7 +234,7 @@ def parse_counts(flag: str, text: str) -> list[int]:
 
 
 def print_input_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints a table of results of `RowRates.to_dict`, and notes on each row."""
+    """Prints a table of measured input pipelines, with notes on each."""
     console = Console(highlight=False)
     table = Table("row", "images/s", "lowest–highest", "from")
     for row in rows:
@@ -267,11 +270,11 @@ def allreduce(
     share_gpus: options.ShareGpus = False,
     as_json: options.AsJson = False,
 ) -> int:
-    """All-reduces of every size by every algorithm, against the backend's own."""
+    """Compare all-reduce algorithms with the backend's own at several sizes."""
     check_settings(device, backend, group_size)
     own = wire_format(wire, "--wire").algorithm
     if wire == AUTO:
-        raise ConfigError("--wire", wire, "keeps the format of each gradient", "name a format")
+        raise ConfigError("--wire", wire, "sends gradients in their own dtype", "name a format")
     names = parse_algorithms(algorithms)
     if own and algorithms != "all":
         problem = f"cannot be used with {wire}, which only {own} can sum"
@@ -303,7 +306,7 @@ def allreduce(
 def _measure_sizes(
     joined: RankGroup, job: AllReduceJob, *, print_lines: bool
 ) -> list[dict[str, Any]]:
-    """Measures all sizes; prints the lines of a size when it is done, as sizes can take minutes."""
+    """Measures all buffer sizes, and prints the results of each size at once, as it can take minutes."""
     from paceline.bench.allreduce import AllReduceBench
 
     benchmark, rows = AllReduceBench(joined, job), []

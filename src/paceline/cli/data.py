@@ -79,7 +79,7 @@ def pack_data(
 
 
 def _echo(text: str) -> None:
-    """Prints a line that names files and classes of the data, which are untrusted."""
+    """Prints a line with names of files and classes, which may contain escape sequences."""
     typer.echo(one_line(text))
 
 

@@ -46,7 +46,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table. `ok` is False for a problem, which has a `remedy`."""
+    """The result of a check, a row of the table. If `ok` is False, `remedy` says what to do."""
 
     what: str
     found: str
@@ -78,7 +78,7 @@ def doctor(
 
 
 def _run(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yields the findings of `check`, and a problem if a package that it needs cannot be imported."""
+    """Yields the results of `check`, or a problem if a package that it needs cannot be imported."""
     try:
         yield from check()
     except ImportError as error:
@@ -128,7 +128,10 @@ def _available(what: str, there: bool, remedy: str) -> Finding:
 
 
 def check_decoder() -> Iterator[Finding]:
-    """Yields the state of the region decoder; a missing one is no problem, as Pillow replaces it."""
+    """Checks if the C library that decodes crops of JPEGs works.
+
+    A missing one is no problem, because Pillow replaces it.
+    """
     from paceline.data import RegionUnavailableError, region_library
 
     try:
@@ -165,7 +168,7 @@ def check_rendezvous() -> Iterator[Finding]:
 
 
 def _connecting_problem(address: str, port: int) -> tuple[str, str] | None:
-    """Returns a problem and its remedy if the port does not answer, else None."""
+    """Returns the problem and its remedy if no process answers at the port, else None."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except OSError as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def dry_run(config: RunConfig, ranks: int) -> int:
-    """Prints settings, data, model and time of a run.
+    """Prints settings, data, model and expected time of a run, without training.
 
     Args:
         config: The configuration of the run.
@@ -117,7 +117,7 @@ def _data(config: RunConfig) -> tuple[int, int, str]:
 
 
 def _exchange(config: RunConfig, model: nn.Module, ranks: int) -> dict[str, str]:
-    """Describes how several ranks would exchange gradients.
+    """Describes how several ranks would all-reduce gradients, as rows of the output.
 
     Raises:
         ConfigError: If the plan or the size table does not fit the model and the number of ranks.
@@ -143,7 +143,7 @@ def _measure(
     config: RunConfig, group: Group, sizes: BatchSizes, classes: int, steps_per_epoch: float,
     ranks: int,
 ) -> tuple[float, float]:  # fmt: skip
-    """Measures steps of one rank without a gradient exchange; prints the model and automatic choices.
+    """Measures steps of one rank without communication; prints the model and automatic choices.
 
     Returns:
         The seconds for forward and backward of all images of a step, and the seconds for the update.

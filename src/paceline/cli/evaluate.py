@@ -1,4 +1,4 @@
-"""`paceline eval`, `paceline predict` and `paceline export`: use a trained model."""
+"""`paceline eval`, `paceline predict` and `paceline export`: commands for a trained model."""
 
 from __future__ import annotations
 

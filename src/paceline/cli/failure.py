@@ -1,4 +1,4 @@
-"""`Failure`: an error that ends a process; it is reported on standard error and to torchrun."""
+"""`Failure`: an error that ends a process, and how it is reported to the user and to torchrun."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ RANK_VARIABLES = {
 
 
 def is_child_of_launcher() -> bool:
-    """Returns True if Paceline's launcher, which then shows errors, is the parent of this process."""
+    """Returns True if Paceline's launcher started this process.
+
+    The launcher then shows the errors of this process.
+    """
     return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
 def _launcher_stays() -> bool:
-    """Waits until a killed launcher has had time to end; returns True if it has not ended."""
+    """Returns True if the launcher still runs, after waiting in case it is about to end."""
     deadline = time.monotonic() + _LAUNCHER_END_S
     while is_child_of_launcher() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -41,38 +44,38 @@ def _launcher_stays() -> bool:
 
 
 class _Reports:
-    """The state that all reports of this process share: a lock, and whether an error was shown."""
+    """State shared by all `Failure`s of this process: a lock, and whether an error was shown."""
 
     lock = threading.Lock()
     shown = False
 
 
 class Unwatched:
-    """A replacement for `LauncherWatch` in processes without a launcher."""
+    """Stands in for `LauncherWatch` in processes that no launcher has started."""
 
     def __init__(self) -> None:
         _Reports.shown = False  # each command reports once
 
     def cause(self, failure: Failure) -> Failure:
-        """Returns the failure that caused `failure`; here, `failure` itself."""
+        """Returns the failure that caused `failure`, which is `failure` itself without a launcher."""
         return failure
 
     def loss(self) -> Failure | None:
-        """Returns the failure of a rank whose launcher has ended; None if the launcher runs."""
+        """Returns the failure of a rank whose launcher has ended, or None if the launcher runs."""
         return None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ends this process.
+    """An error that ends this process, with the message to show and the exit code.
 
     Attributes:
         line: The message in one line.
         exit_code: The exit code of the process.
         trace: The traceback if the error is a bug, else empty.
-        consequence: True if the failure of another rank is the cause; the cause is shown instead.
-        between_ranks: True for a communication error, whose cause can be the end of the launcher and of
-            its store.
+        consequence: True if the failure of another rank is the cause. The error of that rank is
+            shown instead.
+        between_ranks: True for a communication error, which may be due to the end of the launcher.
     """
 
     line: str
@@ -96,7 +99,7 @@ class Failure:
         sys.stderr.flush()
 
     def report(self) -> int:
-        """Records the failure, shows it unless our launcher will, and returns the exit code.
+        """Writes the failure to standard error, unless Paceline's launcher will; returns the exit code.
 
         Only the first failure is shown, because the main thread, the launcher watch and the watchdog of
         the ranks can report at the same time. Other threads wait until the message is written, because
@@ -112,7 +115,7 @@ class Failure:
         return self.exit_code
 
     def record(self) -> None:
-        """Writes the failure to the error file that torch's elastic agent expects, if there is one."""
+        """Writes the failure to torchelastic's error file, if the launcher has named one."""
         target = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not target:
             return
@@ -132,7 +135,7 @@ class Failure:
 
     @classmethod
     def from_record(cls, message: object, exit_code: int) -> Failure | None:
-        """Builds a failure from a message that `record` wrote; returns None for another message."""
+        """Builds a failure from a message that `record` wrote; returns None for any other message."""
         if not isinstance(message, dict):
             return None
         extra = message.get("extraInfo", {})
@@ -145,5 +148,5 @@ class Failure:
 
 
 def report_error(error: PacelineError) -> None:
-    """Reports an error before the watchdog of the ranks ends this process."""
+    """Reports an error that the watchdog has detected, before it ends this process."""
     Failure.of(error).report()

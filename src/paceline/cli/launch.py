@@ -39,7 +39,7 @@ def launch_ranks(config: RunConfig, node: Node, max_restarts: int) -> int:
 
     Args:
         config: The configuration, which is checked once here, before the ranks start.
-        node: The place of this launcher.
+        node: Number of ranks and nodes, and which node this is.
         max_restarts: The maximum number of restarts of the ranks after a failure.
 
     Returns:
@@ -68,7 +68,7 @@ def launch_ranks(config: RunConfig, node: Node, max_restarts: int) -> int:
 
 
 def _refuse_to_nest(node: Node) -> None:
-    """Raises ConfigError if this process is a rank itself, because each rank would start ranks."""
+    """Raises ConfigError if a launcher has started this process, which must not start ranks, too."""
     variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     variable = next((name for name in variables if name in os.environ), None)
     # srun may start one task per node, which starts the ranks of the node. Others are ranks themselves.
@@ -94,7 +94,7 @@ def launch(
     """Runs `python -m paceline ARGUMENTS` on several ranks.
 
     Args:
-        node: The place of this launcher.
+        node: Number of ranks and nodes, and which node this is.
         arguments: The command-line arguments of a rank, after `paceline`.
         max_restarts: The maximum number of restarts of the ranks after a failure.
         stops: The signals that request a stop, besides SIGTERM, SIGINT and SIGHUP.
@@ -136,7 +136,7 @@ def start_rank(
 
 
 def exit_code_or_cause(end: JobEnd) -> Failure | int:
-    """Returns the exit code of the launcher, or the failure that it has to show."""
+    """Returns the exit code of the job, or the failure that the launcher has to show."""
     if end.stopped_by is not None:
         return 128 + end.stopped_by
     failures = end.failures
@@ -149,8 +149,8 @@ def exit_code_or_cause(end: JobEnd) -> Failure | int:
 def root_cause(failures: Mapping[int, RankEnd]) -> Failure | int:
     """Returns the failure to show, or an exit code if the ranks stopped on request.
 
-    A reported cause has priority over a rank that ended without a report. Both have priority over
-    failures that are only consequences of another failure.
+    An error that a rank reported has priority over a rank that ended without a message. Both have
+    priority over failures that are only consequences of another failure.
 
     Args:
         failures: The failures by rank, in the order in which the ranks ended. A rank that signal n

@@ -37,7 +37,7 @@ _HIDDEN = "?"
 
 @dataclass(frozen=True)
 class Launcher:
-    """The process of a launcher, identified by id and start time, because ids are reused."""
+    """The process of a launcher: its id and, because ids are reused, its start time."""
 
     name: str
     pid: int
@@ -46,7 +46,7 @@ class Launcher:
     def is_gone(self) -> bool:
         """Returns True if the process has ended.
 
-        If /proc hides the process (`hidepid`), a signal 0 checks if the process exists.
+        If /proc hides the process (`hidepid`), sends signal 0 to check if the process exists.
         """
         stat = process_stat(self.pid)
         if stat is None or self.start == _HIDDEN:
@@ -68,7 +68,10 @@ def _exists(pid: int) -> bool:
 
 
 def find_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Returns the launcher of this rank, which can be above wrapper shells; None without launcher."""
+    """Returns the process that launched this rank, or None if no launcher did.
+
+    Shells between the launcher and the rank are skipped.
+    """
     if not process_ids():
         return None
     # A shell that a rank has started can have our variable without torch's variable.
@@ -98,7 +101,7 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 
 
 def _own_launcher(pid: int) -> Launcher:
-    """Returns Paceline's own launcher from its process id; the launcher can have ended already."""
+    """Returns Paceline's launcher with the process id `pid`, which may have ended already."""
     stat, ancestor = process_stat(pid), os.getppid()
     while ancestor > 1 and ancestor != pid:
         above = process_stat(ancestor)
@@ -113,8 +116,8 @@ class LauncherWatch(Unwatched):
     """Ends a rank whose launcher (torchrun, mpirun, slurmstepd or our own) has ended.
 
     A daemon thread watches the launcher. The rank stops as after SIGTERM: between steps with a
-    checkpoint, or at once before the first step. If the rank has not ended after half a minute, it hangs
-    and is ended.
+    checkpoint, or at once before the first step. A rank that still runs after half a minute is
+    assumed to hang, and is killed.
 
     The launcher is the nearest ancestor process without the environment variables that make this process
     a rank. Wrapper shells have these variables. Processes without a launcher are not affected, such as a
@@ -131,7 +134,7 @@ class LauncherWatch(Unwatched):
             threading.Thread(target=self._watch, name="paceline-launcher", daemon=True).start()
 
     def cause(self, failure: Failure) -> Failure:
-        """Returns the failure that the launcher has ended or, if the launcher runs, `failure`."""
+        """Returns a failure that names the end of the launcher, or `failure` if the launcher runs."""
         # `Failure.report` waits for our own launcher.
         waits = failure.between_ranks and not is_child_of_launcher()
         deadline = time.monotonic() + (_LAUNCHER_SEEN_S if waits else 0.0)
@@ -162,7 +165,7 @@ class LauncherWatch(Unwatched):
         self._end(failure)
 
     def _end(self, failure: Failure) -> None:
-        """Ends the process without exit handlers, because these could wait for ranks that ended."""
+        """Ends the process without running exit handlers, which could wait for ranks that have ended."""
         await_report = in_thread(partial(self._report, failure))
         await_report(_REPORT_S)  # a pipe without a reader must not block the exit
         os._exit(failure.exit_code)

@@ -42,7 +42,7 @@ def _range_flags(
     output: str | None = typer.Option(None, help="Run folder. Default: runs/RECIPE-lr-find-NNN."),
     as_json: AsJson = False,
 ) -> None:
-    """Declares the flags of `lr-find` that `train` does not have, or that differ from `train`."""
+    """Declares the command-line flags of `lr-find` that differ from those of `train`."""
 
 
 def find_rate(**given: Any) -> int:
@@ -74,7 +74,7 @@ take_signature(find_rate, {*_SHARED, *_OWN}, train, _range_flags)
 def range_config(
     config: RunConfig, low: float, high: float, steps: int, ranks: int = 1
 ) -> RunConfig:
-    """Returns the configuration of a range test.
+    """Returns the configuration of a learning-rate range test.
 
     Args:
         config: The configuration of the recipe. Schedule, number of epochs and checkpoints are replaced.

@@ -1,4 +1,4 @@
-"""Helpers for commands that measure: check values, start ranks, and print JSON."""
+"""Functions for commands that measure: checks of values, starting ranks, and JSON output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_OPTIONS = ("--nproc-per-node", "--ranks")  # not passed on to ranks
 
 
 def is_rank(ranks: int) -> bool:
-    """Returns True if a launcher has started this process as a rank; `ranks` is --nproc-per-node.
+    """Returns True if this process is a rank, False if it must start `ranks` ranks itself.
 
     Raises:
         ConfigError: If a launcher has started this process and `ranks` is given, or neither is the case.
@@ -63,7 +63,7 @@ def run_on_ranks(ranks: int) -> int | None:
 
 
 def check_settings(device: str, backend: str, group_size: int = 0) -> None:
-    """Checks settings before any rank starts, so that an error is shown once."""
+    """Checks settings before ranks start, so that an error is shown only once."""
     RunConfig().with_values(
         {"run.device": device, "comm.backend": backend, "comm.group_size": group_size}
     )

@@ -1,4 +1,4 @@
-"""`Node`: the place of a supervisor in a job of one or several nodes; the store that nodes share."""
+"""`Node`: which node of a job this is, and how its launcher finds the others (`--nnodes`)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _NODE_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 @dataclass(frozen=True)
 class Node:
-    """The place of a supervisor in its job.
+    """Which node of a job this process starts ranks on, and the address of the first node.
 
     Attributes:
         processes: The number of ranks on each node.
         count: The number of nodes.
         rank: The index of this node.
         address: The address of the first node.
-        port: The port of the store; 0 finds a free one, for a single node.
-        timeout_s: How long to wait for the supervisor of the first node.
+        port: The port of the TCPStore on the first node; 0 finds a free one, for a single node.
+        timeout_s: How many seconds to wait for the launcher on the first node.
     """
 
     processes: int
@@ -55,7 +55,7 @@ class Node:
         port: int,
         env: Mapping[str, str],
     ) -> Node:
-        """Builds the place of this node from flags, and from the environment for flags not given.
+        """Builds a `Node` from flags, and from environment variables for flags that are not given.
 
         Raises:
             ConfigError: If a flag contradicts another one or a value is unknown.
@@ -84,7 +84,7 @@ class Node:
 
 
 def open_store(node: Node) -> TCPStore:
-    """Holds the store on the first node, and reaches it from the others.
+    """Starts a TCPStore on the first node, and connects to it on the others.
 
     On a single node the store listens on the loopback address only.
     """
@@ -114,7 +114,7 @@ def open_store(node: Node) -> TCPStore:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns a short reason for an error of the store: a known one, or the first line of its text."""
+    """Returns a short reason for an error of the TCPStore: a known one, or the error's first line."""
     text = str(error).strip()
     if "EADDRINUSE" in text or "in use" in text.lower():
         return "the port is in use"
@@ -123,7 +123,10 @@ def _reason(error: BaseException) -> str:
 
 
 def agree_on_job(store: TCPStore, node: Node) -> str:
-    """Returns the id of the job, which the first node draws; all nodes have the same numbers."""
+    """Returns the id of the job, which the first node chooses.
+
+    Raises LaunchError if nodes were started with different numbers of ranks or nodes.
+    """
     own = {"nodes": node.count, "processes": node.processes}
     if node.rank == 0:
         run_id = uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""`paceline plan`: predicts the speed of a job on a cluster, and chooses its fusion plan."""
+"""`paceline plan`: predicts the speed of a job on a cluster, and plans its gradient all-reduce."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ from paceline.report.run_page import write_page
 
 
 class _Step(StepRequest):
-    """A step request that uses torch to trace the layers of models that the planner does not know."""
+    """The training step to predict.
+
+    Uses torch to trace the layers of models that the planner does not know.
+    """
 
     def network(self, name: str) -> Network:
         if ":" not in name and name not in TRACED:
@@ -83,7 +86,6 @@ def _step_flags(
     classes: int | None = typer.Option(None, help="Outputs of the model; 1000."),
     channels: int | None = typer.Option(None, help="Channels of an image; 3."),
 ) -> _Step:
-    """Makes the step request from its flags."""
     return _Step(model, gpu, software, profile, image_size, classes, channels)
 
 
@@ -100,7 +102,6 @@ def _cluster_flags(
     oversubscription: float | None = typer.Option(None, help="Between nodes; 1."),
     cluster: Path | None = typer.Option(None, help="A file of paceline tune, instead of flags."),
 ) -> ClusterRequest:
-    """Makes the cluster request from its flags."""
     return ClusterRequest(
         nodes, gpus_per_node, node_gbps, latency_us, links, oversubscription, cluster
     )
@@ -196,7 +197,6 @@ def _batch(given: int | None, question: Question, place: Cluster, limits: Limits
 
 
 def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
-    """Returns True if the ranks have GPUs."""
     if file.probed is not None:
         return file.probed.device == "cuda"
     if chip is not None:
@@ -205,7 +205,7 @@ def _is_gpu(chip: Accelerator | None, file: PlanFile, profiled: Workload | None)
 
 
 def _meets_over_nccl(chip: Accelerator | None, file: PlanFile, profiled: Workload | None) -> bool:
-    """Returns True if ranks use NCCL: as in the measured cluster or else if the ranks have GPUs."""
+    """Returns True if ranks use NCCL: as in the measured cluster, else if the ranks have GPUs."""
     if file.probed is None:
         return _is_gpu(chip, file, profiled)
     return file.probed.backend == "nccl"
@@ -215,7 +215,7 @@ def _memory(
     net: Network | None, chip: Accelerator | None, batch: int, work: Workload, *, is_gpu: bool,
     half: bool | None,
 ) -> MemoryEstimate | None:  # fmt: skip
-    """Estimates the memory of a step; returns None if the layers are unknown.
+    """Estimates the GPU memory of a step; returns None if the model's layers are unknown.
 
     Raises:
         ConfigError: If the memory of the GPU is too small for the batch.
@@ -250,7 +250,7 @@ def _fusion_plan(
         return best_plan(work, place, question.batch, question.algorithms, question.wires)
     if restricted:
         raise ConfigError(
-            "--with-plan", str(path), "contains the algorithms and wire formats",
+            "--with-plan", str(path), "the plan file already contains algorithms and wire formats",
             "leave out --algorithm and --wire",
         )  # fmt: skip
     file = PlanFile.read(path, "--with-plan")
@@ -292,9 +292,9 @@ def _recomputing_norms(net: Network | None, profiled: Workload | None) -> Networ
 
 
 def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) -> None:
-    """Writes the plan, with the contents of the cluster file if it is for the same number of nodes.
+    """Writes the plan; keeps measurements of the cluster file if its number of ranks and nodes is equal.
 
-    A start-up time that the user gave has no parts, so the file does not contain it.
+    A start-up time given by the user is left out, because the file lists the parts of this time.
     """
     work, place = answer.workload, answer.cluster
     cluster = ClusterFacts(place.ranks, place.nodes)
@@ -308,7 +308,10 @@ def _write_plan(path: Path, file: PlanFile, chosen: FusionPlan, answer: Answer) 
 
 
 def _print(answer: Answer) -> None:
-    """Prints facts and tables. A pipe gets the width of the widest table, so that nothing is cut."""
+    """Prints facts and tables.
+
+    In a pipe, the output is as wide as the widest table, so that nothing is cut.
+    """
     console = Console()
     tables = [
         rich_table(table, boxed=True, caption=table.title)

@@ -1,4 +1,4 @@
-"""Displays the answer of `paceline plan`, as tables for the terminal and as an HTML page.
+"""Shows the predictions of `paceline plan` as tables for the terminal and as an HTML page.
 
 The page shows the prediction, the scaling, further numbers of nodes and batches, and the bucket times.
 """
@@ -21,7 +21,7 @@ FROM_BACKWARD = "ms from the start of backward"
 
 
 def plan_page(answer: Answer) -> str:
-    """Returns the HTML page of an answer."""
+    """Returns the predictions as an HTML page."""
     now = answer.now
     title = (
         f"{answer.workload.model} on {now.ranks:,} ranks, batch {now.batch:,} each: "
@@ -41,7 +41,7 @@ def plan_page(answer: Answer) -> str:
 
 
 def answer_tables(answer: Answer) -> list[Table]:
-    """Returns the tables that follow the facts, in the order of the terminal: the main table last."""
+    """Returns the tables to print below the facts, the main table last."""
     cost = ("cost",) if answer.limits.price else ()
     energy = ("kWh",) if answer.job.watts else ()
     buckets = ("bucket", "tensors", "MiB", "algorithm", "ready ms", "start ms", "end ms")
@@ -74,7 +74,7 @@ _MAX_BUCKETS = 12
 
 
 def fact_rows(answer: Answer) -> list[Row]:
-    """Returns the facts of an answer as (name, value) pairs."""
+    """Returns the main predictions as (name, value) pairs."""
     now, work = answer.now, answer.workload
     sure = _sure(now.uncertainty)
     picked = ", recommended" if answer.recommended else ""
@@ -153,7 +153,7 @@ def _memory_rows(answer: Answer) -> list[Row]:
 
 
 def _input_words(answer: Answer) -> str:
-    """Describes the input rate that a node needs, and the number of cores that decode at this rate."""
+    """Describes how many images/s a node needs, and how many CPU cores decode them."""
     need = answer.needed_images_per_s
     cores, packed = (math.ceil(need / rate) for rate in (CORE_IMAGES_PER_S, PACKED_IMAGES_PER_S))
     return (
@@ -221,14 +221,14 @@ def format_gbps(rate: float) -> str:
 
 
 def _slowdown(now: Prediction) -> str:
-    """Describes by how much hidden exchanges slow the compute; empty if they do not."""
+    """Describes how much concurrent communication slows compute; empty if it does not."""
     if not now.hidden_comm_s:
         return ""
     return f", compute slowed by hidden communication {1e3 * now.hidden_comm_s:,.2f}"
 
 
 def _or_more(answer: Answer) -> str:
-    """Returns a suffix that tells if a limit ended the search for the largest number of ranks."""
+    """Returns a suffix such as ` or more` for the largest number of ranks, if the search was limited."""
     if not answer.cluster.has_network:
         return ": more nodes are not known"
     step = answer.cluster.ranks_per_node

@@ -43,7 +43,7 @@ def _cluster_flags(
 
 
 def rehearse(**given: Any) -> int:
-    """Train on this machine as a cluster would: same sums, same batch norm, predicted time."""
+    """Train on this machine as a cluster would, with the same results, and predict its times."""
     flags = parse_flags(given) | {"run.strategy": "rehearsal"} | parse_flags(given, _CLUSTER)
     config = resolve(given["recipe"], flags, given["settings"], given["trust"])
     with without_save_requests(config.checkpoint), interrupted_at_once():

@@ -122,7 +122,10 @@ def watch_runs(
 
 
 def find_runs(given: Iterable[Path]) -> list[Path]:
-    """Returns all run folders in `given`, and the given folders that have no runs or do not exist."""
+    """Returns all run folders in `given`.
+
+    A given folder that has no runs, or does not exist, is returned as it is.
+    """
     given = list(given)
     for path in given:
         if path.exists() and not path.is_dir():

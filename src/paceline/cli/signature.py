@@ -1,4 +1,4 @@
-"""Sets the signatures of commands; Typer makes flags from signatures."""
+"""Composes the signatures of commands, from which Typer makes command-line flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 def take_signature(
     command: Callable[..., int], names: Collection[str], *functions: Callable[..., Any]
 ) -> None:
-    """Sets the signature of `command` to parameters of other functions, so that Typer makes flags.
+    """Gives `command` parameters of other functions, from which Typer makes flags.
 
     Args:
         command: A function that accepts any keyword arguments.

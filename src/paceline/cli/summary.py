@@ -16,7 +16,7 @@ from paceline.train.display import print_line
 
 
 def print_summary(console: Console, folder: Path, page: Path) -> None:
-    """Prints the verdict and the main results of the run in `folder`, and the path of its report."""
+    """Prints the result of the run in `folder` in one line, its main results, and the report's path."""
     run = RunFiles.read(folder)
     table = RichTable(show_header=False)
     table.add_column("what")
@@ -46,7 +46,7 @@ def rich_table(table: Table, *, boxed: bool, caption: str | None = None) -> Rich
 
 
 def widen_pipe(console: Console, tables: Iterable[RichTable]) -> None:
-    """Sets the width of a pipe to the widest table, so that each row is one line."""
+    """Makes output to a pipe as wide as the widest table, so that each row is one line."""
     if not console.is_terminal:
         wide = console.options.update(width=10_000)
         widths = (console.measure(table, options=wide).maximum for table in tables)

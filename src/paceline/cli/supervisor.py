@@ -1,12 +1,12 @@
 """`Supervisor`: starts the ranks of this node, watches them, and stops them together or keeps survivors.
 
-Ranks get the environment of torchrun's contract. The supervisor of the first node holds the rendezvous
-store, which outlives every rank. An event loop waits for signals, also for SIGCHLD, so the end of a rank
-is known at once.
+Ranks get the same environment variables as from torchrun. The supervisor of the first node runs the
+TCPStore of the rendezvous, which outlives every rank. An event loop waits for signals, also for
+SIGCHLD, so the end of a rank is known at once.
 
 Without `min_ranks`, a failed rank ends the other ranks, which may start again. With it, once all ranks
-have met, the supervisor reports the loss in the store (`LossLog`), and survivors continue without the
-rank. It also ends ranks that survivors report as silent, so that none of them wakes up later.
+have met, the supervisor announces the loss in the TCPStore (`LossLog`), and survivors continue without
+the rank. It also ends ranks that survivors report as silent, so that none of them wakes up later.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ ASKED_TO_STOP = {
 
 @dataclass(frozen=True)
 class RankEnd:
-    """The end of a rank with a failure; a negative code is the signal that ended it."""
+    """How a failed rank ended.
+
+    A negative exit code is the signal that ended it.
+    """
 
     exitcode: int
     message: Any = ""
@@ -67,7 +70,7 @@ class RankProcess(Protocol):
 
 @dataclass
 class JobEnd:
-    """How the ranks of this node ended: the failures in the order of their ends, and a stop signal."""
+    """How the ranks of this node ended: failures in the order of their ends, and any stop signal."""
 
     failures: dict[int, RankEnd] = field(default_factory=dict)
     # True if the job went on without the failed ranks and has finished.
@@ -76,17 +79,17 @@ class JobEnd:
 
 
 class Supervisor:
-    """Runs the ranks of one node; a context that holds or reaches the store.
+    """Starts and watches the ranks of one node. The context runs or connects to the TCPStore.
 
     Args:
         start: Starts a rank with these additional environment variables, in a session of its own.
-        node: The place of this supervisor.
+        node: Number of ranks and nodes, and which node this is.
         min_ranks: If above 0, survivors of a lost rank continue.
         max_restarts: The maximum number of restarts of all ranks after a failure.
         respawns: How many lost ranks start again, each at once, if survivors continue.
 
     Raises:
-        LaunchError: If the store cannot be held or reached.
+        LaunchError: If the TCPStore cannot be started or reached.
     """
 
     def __init__(
@@ -180,7 +183,7 @@ class Supervisor:
         return Path(folder) / f"{self._attempt}-{rank}.json"
 
     def _watch(self, folder: str, saves: Collection[signal.Signals]) -> None:
-        """Waits until all ranks of this attempt have ended."""
+        """Waits until all ranks have ended that were started together."""
         self._ending = []
         while self._running:
             wait_s = self._ending[0][0] - time.monotonic() if self._ending else None
@@ -212,7 +215,10 @@ class Supervisor:
         return failed
 
     def _report(self, failed: Mapping[int, RankEnd], folder: str) -> None:
-        """Reports lost ranks to the survivors. Ranks that saved and stopped on request are not lost."""
+        """Announces lost ranks to the survivors.
+
+        Ranks that saved and stopped on request are not lost.
+        """
         lost = [rank for rank, end in failed.items() if end.exitcode not in ASKED_TO_STOP]
         if not lost:
             return
@@ -264,7 +270,7 @@ class Supervisor:
                 _kill(process.pid, numbers[0])
 
     def _leave(self) -> None:
-        """Waits until no supervisor needs the store; torch's server ends with this process."""
+        """Waits until no other supervisor needs the TCPStore, which ends with this process."""
         with contextlib.suppress(RuntimeError, ParseError):
             self._log.read()
             self._end.survived |= self._keeps and self._log.finished
@@ -281,7 +287,7 @@ class Supervisor:
 
 
 class Events:
-    """The signals to this process, as a queue that one thread waits for.
+    """Receives the signals to this process in a queue, for which one thread waits.
 
     The main thread blocks signals that ranks receive, too. Ranks inherit this signal mask, so that no
     such signal ends a rank whose interpreter is still starting. Another thread receives them.

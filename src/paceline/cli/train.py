@@ -113,7 +113,7 @@ FLAGS = {
 
 
 def parse_flags(given: Mapping[str, Any], settings_of: Mapping[str, str] = FLAGS) -> dict[str, Any]:
-    """Parses the flags that were given and returns their values by setting.
+    """Returns the values of the flags that were given, by the name of their setting.
 
     Args:
         given: The values of all parameters of a command; None if a flag was not given.

@@ -1,8 +1,8 @@
 """`paceline tune` measures a cluster and writes a plan; `paceline profile` measures a training step.
 
-The plan file of `tune` (`paceline.plan.plan_file`) contains the links, the all-reduce times of every size
-and algorithm, and the size table. With a recipe or a model, it also contains the profiled step, the best
-plan and the predicted step time.
+The plan file of `tune` (`paceline.plan.plan_file`) contains the speed of the links, the times of
+all-reduces, and the best algorithm for each size. With a recipe or a model, it also contains the
+profiled step, the best plan and the predicted step time.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def tune(
 
 
 def _measure(tuner: Tuner, accept_noise: bool, show: Callable[[str], None]) -> tuple[PlanFile, str]:
-    """Measures links and all-reduces, and shows each result at once.
+    """Measures links and all-reduces, and shows each result as soon as it is known.
 
     Returns:
         The plan file, and a warning if the measurements are noisy, else an empty text.
@@ -156,7 +156,7 @@ def _show(text: str) -> None:
 
 
 def _ignore(text: str) -> None:
-    """Replaces `_show` on ranks other than 0 and prints nothing."""
+    """Replaces `_show` on ranks other than 0, and prints nothing."""
 
 
 def _config(
@@ -191,7 +191,7 @@ def _classes(config: RunConfig) -> tuple[int, str]:
 
 
 def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload, int]:
-    """Profiles the step of this rank while the other ranks do the same; returns step and batch."""
+    """Profiles the step on all ranks at the same time; returns this rank's profile and batch size."""
     from paceline.train.machine import choose_device
     from paceline.tune.profile import config_row, profile_workload
 
@@ -203,7 +203,7 @@ def _profile(config: RunConfig, classes: int, here: RunConfig) -> tuple[Workload
 def _planned(
     tuned: PlanFile, profiled: tuple[Workload, int], joined: RankGroup, show: Callable[[str], None]
 ) -> PlanFile:
-    """Adds the plan of the model to the plan file, based on the profiled step of rank 0."""
+    """Adds the best plan for the model to the plan file, from the profiled step of rank 0."""
     from paceline.planner.workload import Workload
     from paceline.tune.tuner import plan_model
 

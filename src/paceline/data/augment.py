@@ -1,8 +1,8 @@
 """Transforms that convert a decoded image to the square of pixels that the model takes.
 
-A transform takes a PIL image, a row of uniform random numbers (training only) and the output array
-(height × width × channels, uint8). All randomness comes from the row, so the same row gives the
-same pixels in every thread.
+A transform takes a PIL image, the random numbers of the sample (training only) and the output array
+(height × width × channels, uint8). A transform has no other source of randomness, so the same
+numbers give the same pixels in every thread.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ RESAMPLING = {
 
 
 class SquareTransform(ABC):
-    """A transform in three steps: resample a box to a square, flip it, and finish it in place.
+    """Base class of transforms that crop an image and resample the crop to a square.
 
-    Calling the transform runs all steps on a decoded image. A decoder that decodes only the box
-    calls the steps one by one.
+    Calling the transform runs all steps on a decoded image. A decoder that decodes only the crop
+    calls the methods `box`, `flips` and `finish` one by one. Their argument `row` is the random
+    numbers of the sample, from 0 to 1.
 
     Attributes:
         size: Side of the square in pixels.
-        draws: Number of random numbers in `row` that a call uses.
+        draws: How many random numbers the transform needs per sample.
     """
 
     draws: int
@@ -55,17 +56,17 @@ class SquareTransform(ABC):
 
     @abstractmethod
     def box(self, width: int, height: int, row: Sequence[float]) -> Box:
-        """Returns the box (left, top, right, bottom) of a `width` × `height` image to resample."""
+        """Returns the crop of a `width` × `height` image: left, top, right and bottom in pixels."""
 
     def flips(self, row: Sequence[float]) -> bool:
-        """Returns True if the square is flipped horizontally."""
+        """Returns True if the cropped and resampled image is flipped horizontally."""
         return False
 
     def finish(self, row: Sequence[float], out: Pixels) -> None:  # noqa: B027  (optional step)
-        """Applies the last step of the transform to the square, in place."""
+        """Applies the remaining changes, such as color jitter and cutout, to `out` in place."""
 
     def is_square(self, width: int, height: int, row: Sequence[float]) -> bool:
-        """Returns True if the box is the whole image and already has the size of the square."""
+        """Returns True if the crop is the whole image and already has the output size."""
         square = (0, 0, self.size, self.size)
         return (width, height) == square[2:] and self.box(width, height, row) == square
 
@@ -95,7 +96,7 @@ class TrainTransform(SquareTransform):
         return fitted_box(width, height, self.size, self.size)
 
     def flips(self, row: Sequence[float]) -> bool:
-        """Returns whether to flip before `finish`. False for `pad_crop`: `finish` shifts, then flips."""
+        """Returns True if the image is flipped before `finish`; with `pad_crop`, `finish` flips it."""
         return self._settings.augment != "pad_crop" and self._wants_flip(row)
 
     def _wants_flip(self, row: Sequence[float]) -> bool:
@@ -139,7 +140,7 @@ class EvalTransform(FitTransform):
 
 
 def draws(settings: DataSettings) -> int:
-    """Returns the number of random numbers per training sample; cutout uses the last ones."""
+    """Returns how many random numbers a training sample needs; cutout uses the last ones."""
     return first_extra(settings) + extra_draws(settings) + (2 if settings.cutout else 0)
 
 
@@ -180,7 +181,7 @@ def random_box(
 
 
 def central_box(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Returns the largest central box whose aspect ratio is in the range `ratio`."""
+    """Returns the largest box at the center of the image whose aspect ratio is in the range `ratio`."""
     w, h = width, height
     if width / height < ratio[0]:
         h = max(1, min(height, round(width / ratio[0])))
@@ -230,7 +231,7 @@ def apply_extras(settings: DataSettings, numbers: Sequence[float], out: Pixels) 
     """Applies color jitter and RandAugment to `out` in place.
 
     Args:
-        settings: The strengths of both.
+        settings: Settings with `color_jitter` and `randaugment`.
         numbers: `extra_draws(settings)` random numbers in [0, 1).
         out: Pixels as height × width × channels.
     """
@@ -281,12 +282,15 @@ def _augmented(image: Image.Image, magnitude: int, choice: float, sign: float) -
 
 
 def _moved(image: Image.Image, matrix: Sequence[float]) -> Image.Image:
-    """Applies an affine map from output to input positions. Positions outside the image give black."""
+    """Applies an affine transform to the image; `matrix` maps output to input positions.
+
+    Positions outside of the image give black.
+    """
     return image.transform(image.size, Image.Transform.AFFINE, matrix)
 
 
 def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Change:
-    """Returns an operation that scales an image property by 1 + 0.9 · s, for s from −1 to 1."""
+    """Returns a RandAugment operation that scales, for example, contrast by 1 + 0.9 · s, |s| ≤ 1."""
     return lambda image, s: kind(image).enhance(1 + 0.9 * s)
 
 

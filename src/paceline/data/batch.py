@@ -1,8 +1,8 @@
 """`Batch` holds the images and labels of a micro-batch. `Chunk` is the part that one thread fills.
 
 In training, a corrupt sample is replaced by its successor in the sample order. In evaluation, it is
-left out. Every decoder uses `Chunk` for this, so all decoders give the same samples. The content of
-a row depends only on its position, not on how rows are distributed among threads.
+left out. Every decoder uses `Chunk` for this, so all decoders give the same samples. Which image is
+at an index of the batch does not depend on how samples are distributed among threads.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Batch:
         images: uint8, samples × height × width × channels.
         labels: int64.
         corrupt: Corrupt samples found while the batch was made. Each is reported once.
-        spent: Seconds that each stage of making the batch took, summed over threads.
-        begun: CUDA event that marks when the consumer's stream starts to work on the batch. None on
-            a CPU, or if that stream only waits for other streams.
+        spent: Seconds spent on reading, decoding and augmenting, by name, summed over threads.
+        begun: CUDA event that the training stream records before it computes parts of the batch.
+            None on a CPU, or if the training stream only waits for a copy on another stream.
     """
 
     images: torch.Tensor
@@ -75,7 +75,7 @@ class BatchBuffer:
         self.labels: npt.NDArray[np.int64] = self._labels.numpy()
 
     def batch(self, dropped: Sequence[int] = ()) -> Batch:
-        """Returns the batch without the rows `dropped`."""
+        """Returns the batch without the samples at the indices `dropped`."""
         kept = kept_rows(len(self._labels), dropped)
         if kept is None:
             return Batch(self._images, self._labels)
@@ -83,7 +83,7 @@ class BatchBuffer:
 
 
 def kept_rows(samples: int, dropped: Sequence[int]) -> torch.Tensor | None:
-    """Returns the rows of a batch that are not in `dropped`, or None if `dropped` is empty."""
+    """Returns the indices of the batch that are not in `dropped`, or None if `dropped` is empty."""
     if not dropped:
         return None
     kept = torch.ones(samples, dtype=torch.bool)
@@ -92,7 +92,7 @@ def kept_rows(samples: int, dropped: Sequence[int]) -> torch.Tensor | None:
 
 
 def _references_of_unused() -> int:
-    """Returns the reference count that a loop over a list sees for a block referenced by no other."""
+    """Returns the result of `sys.getrefcount` for an unused block of memory in a loop over a list."""
     blocks = [np.empty(0, dtype=np.uint8)]
     for block in blocks:
         return sys.getrefcount(block)
@@ -192,10 +192,11 @@ class CorruptLog:
 
 
 class Chunk:
-    """Consecutive rows of a batch: the sample of each row and its random numbers for augmentation.
+    """The part of a batch that one thread fills: consecutive samples and their random numbers.
 
-    `indices` and `numbers` change if a sample is corrupt. `wanted` contains the original samples. A
-    chunk is used by one thread only.
+    A row is a position in the batch. `indices` has the sample of each row, and `numbers` its random
+    numbers for augmentation. Both change if a corrupt sample is replaced. `wanted` contains the
+    original samples. A chunk is used by one thread only.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class Chunk:
             indices: Sample index of each row.
             numbers: Random numbers for augmentation, rows × draws.
             log: Receives corrupt samples.
-            progress: Receives the times of the stages.
+            progress: Receives the seconds spent on reading, decoding and augmenting.
             order: The sample order, from which replacements of corrupt samples are taken. With
                 None, corrupt samples are left out.
             position: Position in `order` of the sample in the first row.
@@ -240,7 +241,7 @@ class Chunk:
         log: CorruptLog,
         progress: Progress,
     ) -> Chunk:
-        """Returns the chunk with `rows` of the training batch at position `start` of the order."""
+        """Returns the chunk for `rows` of the training batch at position `start` of the order."""
         position, stop = start + rows[0], start + rows[1]
         epochs, indices = order.at(position, stop)
         numbers = uniform(order.seed, epochs, indices, draws)
@@ -250,7 +251,7 @@ class Chunk:
     def of_indices(
         cls, indices: Int64, rows: tuple[int, int], log: CorruptLog, progress: Progress
     ) -> Chunk:
-        """Returns the chunk with `rows` of an evaluation batch of the samples `indices`."""
+        """Returns the chunk for `rows` of the evaluation batch with the samples `indices`."""
         here = indices[slice(*rows)].copy()
         return cls(rows[0], here, np.empty((len(here), 0)), log, progress)
 
@@ -259,7 +260,7 @@ class Chunk:
 
     @property
     def rows(self) -> slice:
-        """The rows of the batch that the chunk fills."""
+        """The rows (positions in the batch) that the chunk fills."""
         return slice(self.first, self.first + len(self))
 
     @property
@@ -287,7 +288,7 @@ class Chunk:
     def replace(self, row: int, sample: CorruptSample) -> None:
         """Replaces the corrupt `sample` in `row` by the next good sample in the order.
 
-        Skips samples that are known to be corrupt. Drops the row if the chunk has no order.
+        Skips samples that are known to be corrupt. In evaluation, drops the row instead.
 
         Raises:
             DataError: If more samples are corrupt than allowed.

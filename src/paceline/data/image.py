@@ -120,7 +120,7 @@ def _reason(data: bytes, error: Exception) -> str:
 
 
 def _quieten_pillow() -> None:
-    """Adds a filter that ignores Pillow's warnings about unusual files.
+    """Ignores Pillow's warnings about unusual files from now on.
 
     `catch_warnings` replaces a global list and is not thread-safe. This function puts a filter at
     the head of that list, also if other code has removed the filter.

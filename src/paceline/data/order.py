@@ -1,8 +1,9 @@
-"""`SampleOrder`, the endless training order; `BatchPlan`, the positions that each step and rank takes.
+"""The order in which training reads samples, and the samples of each step and rank.
 
-The order concatenates one permutation per epoch. The order depends on the data and the seed, never
-on the number of ranks. Random numbers are hashes of a seed and counters (epoch, sample index,
-draw). They are equal on every machine and in every thread, so no generator state must be saved.
+`SampleOrder` concatenates one permutation per epoch without end. The order depends on the data and
+the seed, never on the number of ranks. `BatchPlan` computes which positions of the order a step and
+a rank take. Random numbers are hashes of a seed and counters (epoch, sample index, draw). They are
+equal on every machine and in every thread, so no generator state must be saved.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ def _mix(value: UInt64) -> UInt64:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """Parameters of the order for `data.shuffle = "shards"`.
+    """Shards and their mixing, for a sample order with `data.shuffle = "shards"`.
 
     Attributes:
         sizes: Number of samples of each shard.
         window: Number of consecutive shards whose samples are mixed with one another.
-        run: Number of neighboring samples in a shard that stay together.
+        run: Number of consecutive samples of a shard that stay together.
     """
 
     sizes: tuple[int, ...]
@@ -98,7 +99,10 @@ class ShardGroups:
 
 
 class SampleOrder:
-    """The endless order: position p holds sample `permutation(p // count)[p % count]`. Thread-safe."""
+    """An endless order of samples, with a new permutation for each epoch. Thread-safe.
+
+    The sample at position p is `permutation(p // count)[p % count]`.
+    """
 
     def __init__(self, count: int, seed: int, groups: ShardGroups | None = None) -> None:
         """Creates an order of `count` samples: uniformly random, or by shards if `groups` is given."""
@@ -127,7 +131,7 @@ class SampleOrder:
         return np.argsort(hash64(self.seed, ORDER_STREAM, epoch, indices), kind="stable")
 
     def at(self, start: int, stop: int) -> tuple[Int64, Int64]:
-        """Returns the epochs and the sample indices at the positions from `start` to before `stop`."""
+        """Returns epoch and sample index for each position in `range(start, stop)`."""
         epochs = np.arange(start, stop, dtype=np.int64) // self.count
         pieces = [np.empty(0, dtype=np.int64)]
         for epoch in range(start // self.count, -(-stop // self.count)):
@@ -137,10 +141,10 @@ class SampleOrder:
 
 
 def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGroups | None:
-    """Returns the `groups` of `SampleOrder` for `data.shuffle`, or None for a global shuffle.
+    """Returns the shards to shuffle for `data.shuffle`, or None for a global shuffle.
 
     Args:
-        settings: The settings with `shuffle`.
+        settings: Settings of the input pipeline.
         sizes: Number of samples of each shard. None if the data is not in shards.
 
     Raises:
@@ -157,11 +161,11 @@ def shard_groups(settings: DataSettings, sizes: Sequence[int] | None) -> ShardGr
 
 
 def shard_permutation(seed: int, epoch: int, groups: ShardGroups) -> Int64:
-    """Returns an order of all samples that reads mostly sequentially.
+    """Returns a shuffled order of all samples with which most reads are sequential.
 
     Shuffles the shards in each epoch. Then mixes the samples of `groups.window` consecutive shards,
-    in runs of `groups.run` neighboring samples. Runs begin at different samples in each epoch, so
-    the neighbors of a sample change.
+    but keeps `groups.run` consecutive samples together. These runs begin at different samples in
+    each epoch.
     """
     run = groups.run
     counts = np.asarray(groups.sizes, dtype=np.int64)
@@ -266,7 +270,7 @@ class BatchPlan:
 
     @property
     def last_batch(self) -> int:
-        """The global batch at the end of the run."""
+        """The global batch size at the end of the run."""
         return self.batch_at(self.total_steps - 1)
 
     def batch_at(self, step: int) -> int:
@@ -283,25 +287,25 @@ class BatchPlan:
         return next(stage for stage in reversed(self._stages) if stage[0] <= max(step, 0))
 
     def step_range(self, step: int) -> Stretch:
-        """Returns the positions of the order that `step` takes."""
+        """Returns the range of positions in the sample order that `step` takes."""
         if not 0 <= step < self.total_steps:
-            raise IndexError(f"step {step} of {self.total_steps}")
+            raise IndexError(f"step {step} is out of range: there are {self.total_steps} steps")
         start = self.position(step)
         return start, min(start + self.batch_at(step), self.total_samples)
 
     def epoch_at(self, step: int) -> float:
-        """Returns the number of epochs, with fraction, that `step` steps complete."""
+        """Returns how many epochs, as a fraction, are complete after `step` steps."""
         return min(self.position(step), self.total_samples) / self.samples
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
-        """Returns the positions of this rank's micro-batches in `step`.
+        """Returns the range of the sample order for each micro-batch of `rank` in `step`.
 
         A short step has as few micro-batches as possible, whose sizes differ by at most one.
         Micro-batch j belongs to rank j modulo `world_size`, so ranks may have different numbers of
         micro-batches, or none.
         """
         if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of {self.world_size}")
+            raise IndexError(f"rank {rank} is out of range: there are {self.world_size} ranks")
         start, stop = self.step_range(step)
         length = stop - start
         if self.shares:
@@ -313,7 +317,7 @@ class BatchPlan:
         ]
 
     def _by_shares(self, start: int, length: int, rank: int) -> list[Stretch]:
-        """Returns the positions of this rank's micro-batches in a step divided according to `shares`.
+        """Returns the positions of the rank's micro-batches if `shares` differ between ranks.
 
         Each rank has as many micro-batches as in a full step, or fewer if it has fewer samples.
         """

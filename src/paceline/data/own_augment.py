@@ -69,7 +69,7 @@ class ImageAugment(TrainTransform):
 
 
 def _count_arguments(function: Callable[..., Any], name: str) -> int:
-    """Returns how many positional arguments without a default the function takes."""
+    """Returns how many positional arguments without a default value the function has (1 or 2)."""
     if not callable(function):
         raise ConfigError("augment", name, "is not callable", "give a function of one image")
     try:

@@ -1,9 +1,9 @@
-"""`Prefetcher`: runs jobs in threads before their results are needed, and yields results in order.
+"""`Prefetcher`: makes batches in threads before they are needed, and yields them in order.
 
-A job consists of independent chunks. Results have the order of the jobs, even if threads finish in
-another order. If a chunk fails, its error is raised in place of the job's result. Each chunk
-records the seconds per stage (read, decode, augment), so that a wait for a batch can be attributed
-to stages.
+A `Job`, such as making one batch, consists of independent functions, its chunks. Results have the
+order of the jobs, even if threads finish in another order. If a chunk fails, its error is raised in
+place of the job's result. Each chunk records the seconds that it spends on reading, decoding and
+augmenting, so that a wait for a batch can be explained.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _AHEAD_PER_WORKER = 4
 
 
 class Stopped(Exception):  # noqa: N818  (not an error)
-    """Raised in a chunk whose result is no longer needed."""
+    """Raised in a thread whose result is no longer needed."""
 
 
 class Progress:
-    """Tells a running chunk when to stop, and records the seconds that its stages take."""
+    """Tells a running function when to stop, and records the seconds of reading, decoding and so on."""
 
     def __init__(self, stopping: threading.Event | None = None) -> None:
         self._stopping = stopping
         self.spent: dict[str, float] = {}
 
     def check(self) -> None:
-        """Raises `Stopped` if the result is no longer needed. Chunks call `check` between samples."""
+        """Raises `Stopped` if the result is no longer needed. Threads call this between samples."""
         if self._stopping is not None and self._stopping.is_set():
             raise Stopped
 
@@ -50,10 +50,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Job(Generic[Part, Result]):
-    """Work that is divided into chunks.
+    """Work, such as making one batch, that is divided among threads.
 
     Attributes:
-        chunks: One function per chunk. Functions may run concurrently.
+        chunks: The functions to run, in any order or concurrently.
         finish: Makes the result of the job from the results of the chunks, in the consumer's
             thread.
         complete: Runs after all chunks, in the thread that finished the last one.
@@ -84,7 +84,8 @@ class Prefetcher(Closing, Generic[Part, Result]):
     """Runs jobs in threads ahead of the consumer, and iterates over their results in order.
 
     Attributes:
-        spent: Seconds per stage that making the latest result took, summed over threads.
+        spent: Seconds that making the latest result took for reading, decoding and augmenting,
+            summed over threads.
     """
 
     def __init__(self, jobs: Iterator[Job[Part, Result]], workers: int, depth: int) -> None:
@@ -145,7 +146,7 @@ class Prefetcher(Closing, Generic[Part, Result]):
     def _run(
         self, job: Job[Part, Result], chunk: Callable[[Progress], Part], done: Iterator[int]
     ) -> tuple[Part, dict[str, float]]:
-        """Runs a chunk. `done` counts the finished chunks of the job; `next(done)` is atomic."""
+        """Runs one function of a job. `done` counts the finished ones; `next(done)` is atomic."""
         progress = Progress(self._stopping)
         progress.check()
         part = chunk(progress)
@@ -174,7 +175,7 @@ class Prefetcher(Closing, Generic[Part, Result]):
 def map_ahead(
     work: Callable[[Argument], Part], arguments: Iterable[Argument], workers: int
 ) -> Generator[Part, None, None]:
-    """Yields the results of `map(work, arguments)`, computed ahead of the consumer by threads."""
+    """Yields the results of `map(work, arguments)`; threads compute them ahead of the consumer."""
 
     def job(argument: Argument) -> Job[Part, Part]:
         return Job([lambda progress: work(argument)], lambda parts: parts[0])
@@ -185,10 +186,10 @@ def map_ahead(
 
 
 def cut(length: int, workers: int) -> list[tuple[int, int]]:
-    """Divides `length` samples into chunks of 8 to 64 samples, one per worker if possible.
+    """Divides `length` samples into parts of 8 to 64 samples, one per worker thread if possible.
 
     Returns:
-        For each chunk, the index of its first sample and the index after its last one.
+        For each part, the index of its first sample and the index after its last one.
     """
     wanted = -(-length // max(1, workers))
     size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)
@@ -196,7 +197,7 @@ def cut(length: int, workers: int) -> list[tuple[int, int]]:
 
 
 def sum_by_stage(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sum of several tables of seconds per stage."""
+    """Adds up several dicts of seconds by name."""
     total: dict[str, float] = {}
     for part in parts:
         for stage, seconds in part.items():
@@ -205,14 +206,14 @@ def sum_by_stage(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def divide_wait(wait_s: float, spent: Mapping[str, float]) -> dict[str, float]:
-    """Divides a wait for a batch among stages, in proportion to the time that each stage took.
+    """Divides the wait for a batch among reading, decoding and augmenting.
 
     Args:
         wait_s: Seconds that the consumer waited.
-        spent: Seconds per stage that making the batch took.
+        spent: Seconds that making the batch took for reading, decoding and augmenting, by name.
 
     Returns:
-        The seconds of the wait that are attributed to each stage.
+        The seconds of the wait for each name, in proportion to `spent`.
     """
     whole = sum(spent.values())
     if wait_s <= 0:

@@ -98,8 +98,9 @@ class DataSettings:
     workers: int = 2
     """Threads that decode and augment, of each process; 0 does the work in the training thread."""
     resident: str = "auto"
-    """Keep each split decoded on the training device: `on`, `off`, or `auto` (on a GPU, for splits
-    of at most 4,096 MiB); training with `random_resized_crop` cannot."""
+    """Keep the decoded images of each split in the memory of the training device: `on`, `off`, or
+    `auto` (on a GPU, for splits of at most 4,096 MiB); not possible for training with
+    `random_resized_crop`."""
     max_corrupt_share: float = 0.01
     """End the run when more than this share of the samples is corrupt."""
     shuffle: str = "global"

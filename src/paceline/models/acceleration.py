@@ -31,7 +31,7 @@ class AccelerationContext:
         channels_last: True if activations have NHWC memory.
         kernel_problem: The reason why Triton kernels cannot run; empty if they can.
         collective_norms: True if batch norms exchange statistics between ranks in each pass.
-        calibrates: True if `Applied.calibrate` will be called.
+        calibrates: True if `Applied.calibrate` will be called before the first step.
         settings: Settings of the acceleration, such as `[run.accel]`; None for an acceleration
             without settings.
     """
@@ -46,16 +46,22 @@ class AccelerationContext:
 
 
 class TrialPass(Protocol):
-    """Runs a forward and a backward pass that change no state. Raises what a first step would raise."""
+    """Runs a forward and a backward pass that change no state, to find errors before the first step.
+
+    Raises the errors that the first step would raise.
+    """
 
     def __call__(self, forward: Forward) -> object: ...
 
 
 class Ranks(Protocol):
-    """Collectives for `Applied.calibrate`. All ranks must make the same calls."""
+    """Collectives between the ranks, for `Applied.calibrate`. All ranks must make the same calls."""
 
     def agree_on(self, phase: str, make: Callable[[], Result]) -> Result:
-        """Calls `make` and returns the result. If `make` fails on any rank, all ranks raise the error."""
+        """Calls `make` and returns the result. If it fails on any rank, all ranks raise that error.
+
+        `phase` names the work in the error message.
+        """
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -77,11 +83,14 @@ class Applied:
 
     @property
     def gradients_at_end(self) -> bool:
-        """True if gradients are ready only at the end of backward, so exchanges cannot overlap it."""
+        """True if all gradients become ready only at the end of backward.
+
+        The gradient all-reduce then cannot overlap with the backward pass.
+        """
         return False
 
     def calibrate(self, ranks: Ranks, trial: TrialPass, *, foreign: bool) -> None:
-        """Makes choices that need a trial pass. All ranks must make the same choices.
+        """Makes the choices that need a forward and backward pass, equally on all ranks.
 
         Args:
             ranks: Collectives with which the ranks agree.
@@ -90,7 +99,7 @@ class Applied:
         """
 
     def describe(self) -> str:
-        """Describes the applied acceleration in a text that is displayed and recorded."""
+        """Returns a text for the log that describes how the model is accelerated."""
         return type(self).__name__
 
     def advise(self, error: Exception) -> Sequence[str]:
@@ -102,7 +111,7 @@ class Applied:
 
 
 class Acceleration(Protocol):
-    """Interface of an acceleration, which checks if it supports a model and accelerates the model."""
+    """Interface of an acceleration, which replaces the forward pass of models that it supports."""
 
     def supports(self, model: nn.Module, context: AccelerationContext) -> str:
         """Returns why the model cannot be accelerated, or "" if it can. Changes nothing.
@@ -112,7 +121,7 @@ class Acceleration(Protocol):
         ...
 
     def apply(self, model: nn.Module, context: AccelerationContext) -> Applied:
-        """Accelerates the model and returns the result."""
+        """Returns the accelerated forward pass of the model, which itself does not change."""
         ...
 
 
@@ -142,10 +151,10 @@ def register_acceleration(name: str, acceleration: Acceleration) -> None:
 def accelerations(
     asked: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Acceleration]]:
-    """Yields name and object of each acceleration: registered ones, latest first, then Paceline's.
+    """Yields the name and object of each acceleration: registered ones, latest first, then built-in ones.
 
     Args:
-        asked: Selects Paceline's accelerations by name. The function loads only the selected ones.
+        asked: Returns True for the names of the built-in accelerations to load.
     """
     for name in (*reversed(_ACCELERATIONS.outside()), *filter(asked, provided("accelerations"))):
         yield name, _ACCELERATIONS.get(name, f"run.{name}")

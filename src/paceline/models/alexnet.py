@@ -1,6 +1,6 @@
 """AlexNet as in torchvision, with optional batch norms.
 
-The layers are one column of the network in Krizhevsky 2014, "One weird trick".
+The layers are those of the single-GPU network in Krizhevsky 2014, "One weird trick".
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NORM_NAMES = ("bn0", "bn3", "bn6", "bn8", "bn10", "bn_pool5")
 class AlexNet(nn.Module):
     """torchvision's AlexNet with optional batch norms.
 
-    In `features`, batch norms have separate names, and convolutions keep their indices and biases.
-    Therefore all state-dict keys except the batch norms' are the same with and without batch norms.
+    Batch norms have names of their own in `features`, and convolutions keep their indices and
+    biases. Therefore batch norms add state-dict keys and change no others.
 
     Args:
         num_classes: Number of classes.

@@ -126,9 +126,10 @@ def _from_torchvision(
 def _with_size(
     create: Callable[..., object], key: str, values: Mapping[str, Any], offered: Mapping[str, int]
 ) -> object:
-    """Calls `create` with the image size, or without it if the model does not accept this argument.
+    """Calls `create` with the image size, or without it if the model has no such argument.
 
-    Transformers need the image size for their position embeddings. Convolutional networks refuse it.
+    Transformers need the image size for their position embeddings. Convolutional networks refuse
+    it.
     """
     if key in values:
         return create()
@@ -149,7 +150,6 @@ def _check_known(package: str, model: str, known: list[str], name: str) -> None:
 
 
 def _zoo(package: str, name: str) -> Any:
-    """Imports timm or torchvision."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
             _FIELD, name, f"needs the package {package}, which is not installed",
@@ -170,7 +170,6 @@ def _zoo(package: str, name: str) -> Any:
 
 
 def _imported_factory(name: str) -> Callable[..., object]:
-    """Imports the function or class that a name `module:attribute` denotes."""
     factory = import_object(_FIELD, name)
     if isinstance(factory, nn.Module):
         raise ConfigError(

@@ -73,7 +73,7 @@ def load_pretrained(model: nn.Module, path: Path) -> list[str]:
         raise CheckpointError(
             f"{path} does not fit {type(model).__name__} of {len(own)} tensors: "
             + "; ".join(findings),
-            "choose the model, stem and channels of the file",
+            "choose the model, stem and channels with which the file was saved",
         )
     taken = {key: stored[key] for key in own if key in stored and key not in kept}
     model.load_state_dict({**own, **taken})
@@ -84,7 +84,7 @@ def _read_wrapped(path: Path) -> tuple[StateDict, str]:
     """Reads a file and removes the key prefixes that DDP and torch.compile add.
 
     Returns:
-        The tensors by name, and the key of the file's content that held them.
+        The tensors by name, and the key under which the file stores them, such as `state_dict`.
     """
     try:
         with open_regular(path) as file:
@@ -155,8 +155,8 @@ def _unwrap(content: object, path: Path, wrapper: str = "") -> tuple[StateDict, 
 def _without_prefix(stored: StateDict, own: StateDict, notes: list[str]) -> StateDict:
     """Removes a prefix that another program adds to all keys, such as `model.` in Lightning.
 
-    Chooses the prefix with which most keys match the model. Omits tensors without the prefix, such as
-    the tensors of a loss.
+    Chooses the prefix with which most keys match the model. Leaves out tensors whose keys lack the
+    prefix, such as those of a loss.
     """
     matches: Counter[str] = Counter()
     for key in stored:
@@ -198,7 +198,10 @@ def _head_names(model: nn.Module) -> list[str]:
 def _replaced_head(
     model: nn.Module, own: StateDict, stored: StateDict, notes: list[str]
 ) -> frozenset[str]:
-    """Returns the keys of the head if file and model differ in the number of classes; else empty."""
+    """Returns the keys of the classifier if file and model differ in the number of classes.
+
+    Returns an empty set if the number is equal.
+    """
     heads = _head_names(model)
     keys = [
         key for head in heads for kind in ("weight", "bias") if (key := f"{head}.{kind}") in own

@@ -96,7 +96,7 @@ def _create_own(
 
 
 def _owned(model: nn.Module) -> dict[int, tuple[str, nn.Parameter, str]]:
-    """Returns (name, parameter, role) by the `id` of each parameter, in the order of the model.
+    """Returns (name, parameter, role) for each parameter, by the `id` of the parameter.
 
     Biases, parameters of norm layers, scales and all other vectors have the role `bias_norm`. So do the
     parameters in `no_weight_decay` of a timm model, such as position embeddings. A parameter that
@@ -185,7 +185,7 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
-    """Returns the batch norms whose parameters are all frozen."""
+    """Returns the batch norms all of whose parameters are frozen."""
     return [
         layer
         for layer in model.modules()
@@ -196,7 +196,10 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def count_norms(model: nn.Module) -> int:
-    """Counts the norm layers, without frozen batch norms because these only scale and shift."""
+    """Counts the norm layers that compute batch statistics.
+
+    Frozen batch norms are not counted, because they only scale and shift.
+    """
     frozen = set(frozen_norms(model))
     return sum(isinstance(m, _NORM_TYPES) and m not in frozen for m in model.modules())
 

@@ -63,7 +63,7 @@ def register_model(name: str, factory: Factory) -> None:
 
 
 def registered_models() -> Mapping[str, Factory]:
-    """Returns the factory of each registered model, by name."""
+    """Returns the factories that `register_model` has registered, by name."""
     return _registered
 
 
@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_model_name(name: str) -> None:
-    """Raises ConfigError if a name has a wrong form, or has no colon and is unknown.
+    """Raises ConfigError if a model name is malformed, or has no colon and is unknown.
 
     Does not check if a package contains the model; creating the model does.
     """
@@ -112,7 +112,7 @@ NORM_STATISTICS = ("average", "last")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The network and its initialization.
+    """Settings of the network and its initialization.
 
     Example:
         >>> ModelSettings(name="resnet18", stem="small")
@@ -129,7 +129,7 @@ class ModelSettings:
     """Parameters to freeze: glob patterns of their names (`layer1.*`), or names of modules (`layer1`).
     Batch norms whose parameters are all frozen use their running statistics."""
     num_classes: int | None = None
-    """Number of classes. If unset: that of the data."""
+    """Number of classes; unset, that of the data."""
     stem: str = "auto"
     """First layers of a ResNet: `imagenet` (7×7, stride 2, max-pool), `small` (3×3, stride 1), or
     `auto` (`small` for images of at most 64 pixels)."""
@@ -148,7 +148,7 @@ class ModelSettings:
         check.number("num_classes", "at least 1", "leave it out to take the number from the data")
         if self.arguments_table() and self.name in MODEL_NAMES:
             raise ConfigError(
-                "model.arguments", self.arguments, f"{self.name} takes none",
+                "model.arguments", self.arguments, f"{self.name} takes no arguments",
                 "use the other settings of [model]",
             )  # fmt: skip
         for pattern in self.freeze:

@@ -1,10 +1,11 @@
-"""Implements batch norm over several ranks, batch norm without cuDNN, and recomputation of norms.
+"""Batch norms with statistics over several ranks, without cuDNN, or with recomputed outputs.
 
-`SyncedBatchNorm` normalizes over the samples of a group of ranks, for training with few samples per rank.
-Both passes give the same results as a batch norm over the combined batches of the group. The forward and
-the backward pass each exchange one fp64 vector per layer, so that statistics are bit-identical within a
-group. torch's SyncBatchNorm does the same, but only on GPUs. `TorchNorm` avoids cuDNN, for ranks that
-share a GPU. `normalized` returns the output of a norm and a function that computes this output again.
+`SyncedBatchNorm` normalizes over the samples of a group of ranks, for training with few samples per
+rank. Both passes give the same results as a batch norm over the combined batches of the group. The
+forward and the backward pass each exchange one fp64 vector per layer, so that statistics are
+bit-identical within a group. torch's SyncBatchNorm does the same, but only on GPUs. `TorchNorm`
+avoids cuDNN, for ranks that share a GPU. `normalized` returns the output of a norm and a function
+that computes this output again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     @property
     def is_shared(self) -> bool:
-        """True if the next pass uses the statistics of the group."""
+        """True if the next pass uses the statistics of all ranks in the group."""
         return self.training and self.group.active
 
     def forward_shared(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: A002
@@ -85,7 +86,7 @@ def _normalize(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizes with given moments.
+    """Normalizes `x` with the given mean and variance.
 
     Returns:
         The output, and the shift and scale that the backward pass needs.
@@ -239,7 +240,7 @@ def use_torch_norms(model: nn.Module) -> int:
 
 
 def normalized(x: Tensor, norm: _BatchNorm) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Returns norm(x) and a function that computes bit-identical output again.
+    """Returns norm(x), and a function that computes the same output again, bit for bit.
 
     The function uses the same operators, but no collective, and does not change running statistics.
 

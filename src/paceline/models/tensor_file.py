@@ -37,13 +37,16 @@ _LETTERS = 64
 
 
 class TensorFileError(ValueError):
-    """Raised for a file whose content torch can read but never writes. `str()` gives the reason."""
+    """Raised for files that torch can read, but that no call of `torch.save` writes.
+
+    `str()` gives the reason.
+    """
 
 
 def load_tensors(file: IO[bytes]) -> Any:
     """Reads a file written by `torch.save` into host memory, with `weights_only=True`.
 
-    Uses time and memory at most in proportion to the size of the file.
+    The time and memory needed are at most proportional to the size of the file.
 
     Args:
         file: File that is open for reading.
@@ -82,7 +85,7 @@ def load_tensors(file: IO[bytes]) -> Any:
 
 
 def _check_directory(file: IO[bytes], start: int) -> None:
-    """Refuses an archive in which torch and Python could find different directories.
+    """Refuses a zip archive whose directory torch and Python could read differently.
 
     Accepts only the layout that torch.save writes: an end record without a comment, directly after all
     other records.
@@ -108,11 +111,11 @@ def _check_directory(file: IO[bytes], start: int) -> None:
 
 @dataclass(slots=True)
 class _Item:
-    """A value on the stack of the simulated unpickler.
+    """A value that the simulated unpickler has created from a pickle.
 
     Attributes:
-        weight: Number of plain values in the item, including nested ones.
-        text: Text of a constant, or name of a function.
+        weight: Number of plain values in it, including nested ones.
+        text: The value if it is a string, or the name if it is a function.
         items: Items, if the value is a tuple.
     """
 
@@ -125,10 +128,10 @@ _ENCODED = "an encoded text"
 
 
 def _check_calls(pickle: bytes | IO[bytes]) -> None:
-    """Simulates the operations of a pickle without executing any call.
+    """Refuses a pickle whose calls or nested values could use too much memory or time.
 
-    Refuses calls that could allocate memory, and nested values that share so many items that a copy or
-    a hash would not end.
+    Simulates the operations of the pickle without executing any call. Refuses calls that could
+    allocate memory, and nested values that share so many items that a copy or a hash would not end.
     """
     stack: list[_Item] = []
     marks: list[int] = []
@@ -175,7 +178,10 @@ def _result(name: str, items: tuple[_Item, ...]) -> _Item:
 
 
 def _call(name: str, arguments: tuple[_Item, ...] | None) -> str:
-    """Refuses a call that could allocate memory. Returns the `text` of the item for the result."""
+    """Refuses a function call in the pickle that could allocate memory.
+
+    Returns the `text` of the `_Item` that represents the result of the call.
+    """
     module, _, function = name.removesuffix(" function").partition(" ")
     # `arguments` is None if another call made them, which never happens in files of torch.save.
     given = (_Item(),) if arguments is None else arguments
@@ -196,7 +202,7 @@ def _call(name: str, arguments: tuple[_Item, ...] | None) -> str:
 
 
 def _check_values(content: Any, size: int) -> None:
-    """Refuses content that uses more time or memory than a file of `size` bytes should."""
+    """Refuses loaded content that is larger than a file of `size` bytes should contain."""
     stack = [(content, 0)]
     values = total = 0
     # Each value needs at least one byte in the file, unless the same value occurs several times.

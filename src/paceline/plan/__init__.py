@@ -1,4 +1,7 @@
-"""Plans of the gradient exchange, without torch: buckets, algorithms, wire formats and their cost."""
+"""Plans of the gradient all-reduce: buckets, algorithms, number formats, and their predicted cost.
+
+Works without torch.
+"""
 
 from paceline.plan.fusion_plan import FusionBucket, FusionPlan
 from paceline.plan.plan_file import ClusterFacts, ModelFacts, PlanFile

@@ -1,4 +1,4 @@
-"""`Cluster`: the number of ranks, and the cost of a message between them.
+"""`Cluster`: the number of ranks of a cluster, and the cost of messages between them.
 
 `paceline.planner.accelerators` makes a cluster from a GPU and flags, and `paceline.planner.plan_parts`
 from the file that `paceline tune` wrote on a real cluster.
@@ -26,7 +26,7 @@ RANK_SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Link:
-    """The cost of a link: `alpha_s` to start a message, `beta_s` for each byte."""
+    """Seconds that a message takes on a link: `alpha_s` to start it, and `beta_s` for each byte."""
 
     alpha_s: float
     beta_s: float
@@ -50,8 +50,8 @@ class Cluster:
             concurrently.
         gamma_s: Seconds to add one received byte to a sum.
         launch_s: Fixed time of every collective, in addition to the time of its messages.
-        cast_s: Seconds to convert one element to a wire format and back.
-        hidden_cost: Seconds by which one second of an exchange delays concurrent compute, because
+        cast_s: Seconds to convert one element to the number format in which it is sent, and back.
+        hidden_cost: Seconds by which one second of communication delays concurrent compute, because
             both share processors or memory.
         depth_cost: Relative increase of the time per byte between nodes for every doubling of the
             number of nodes, because traffic then shares more switches.
@@ -119,13 +119,13 @@ class Cluster:
 
     @property
     def between(self) -> Link:
-        """Returns the cost of a link between two nodes under contention in the switches."""
+        """The cost of a link between two nodes, including contention in the switches."""
         deeper = 1 + self.depth_cost * math.log2(self.nodes)
         return replace(self.inter, beta_s=self.inter.beta_s * self.oversubscription * deeper)
 
     @property
     def slowest(self) -> Link:
-        """Returns the link that bounds a ring over all ranks: each round waits for the slowest hop."""
+        """The slowest link, which bounds a ring all-reduce over all ranks."""
         if self.nodes == 1:
             return self.intra
         if self.ranks_per_node == 1:

@@ -1,10 +1,11 @@
-"""The cost of an all-reduce: predicted seconds for each algorithm and number of bytes.
+"""Predicts the seconds of an all-reduce for each algorithm and number of bytes.
 
-`COSTS` contains formulas from the literature (closed forms), for any number of ranks. A registered
-algorithm brings its own formula. The formulas describe the schedules as they run over NCCL: the buffer
-is one segment, and ranks inside a node use the backend's own collectives. For nodes with several ranks,
-`ring`, `hierarchical` and `torus2d` are exact; the other formulas charge the slowest link for every hop
-and give an upper bound. `ProbedTable` contains the times that `paceline tune` measured.
+`COSTS` contains formulas from the literature, for any number of ranks. A registered algorithm
+brings its own formula. The formulas describe the algorithms as they run over NCCL, where a buffer
+is not split and ranks inside a node use the backend's own collectives. For nodes with several
+ranks, the formulas of `ring`, `hierarchical` and `torus2d` are exact. The others assume the slowest
+link for every message and give an upper bound. `ProbedTable` contains the times that `paceline
+tune` measured.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ def all_reduce_s(
         name: The algorithm.
         cluster: The cluster on which the all-reduce runs.
         sizes: Sizes of buffers in bytes.
-        own_cost: The cost function of a wire format that has its own all-reduce.
+        own_cost: The cost function of a number format that has its own all-reduce, such as int8.
 
     Raises:
-        ConfigError: If the algorithm has neither a closed form nor measurements.
+        ConfigError: If the algorithm has neither a formula nor measurements.
     """
     if own_cost is None and not is_priced(name, cluster):
         raise ConfigError(
             "--algorithm",
             name,
-            "has no closed form",
+            "has no formula that predicts its time",
             "add an algorithm with a cost formula, or run paceline tune",
         )
     m = np.asarray(sizes, dtype=np.float64)
@@ -59,7 +60,7 @@ def all_reduce_s(
 
 
 def is_priced(name: str, cluster: Cluster) -> bool:
-    """Returns True if algorithm `name` has a formula or was measured on this cluster."""
+    """Returns True if the time of algorithm `name` can be predicted for this cluster."""
     check_name(name, "--algorithm")
     probed = cluster.probed
     if probed is not None and name in probed.algorithms and _unprobed(cluster) == probed.base:
@@ -72,7 +73,7 @@ def _unprobed(cluster: Cluster) -> Cluster:
 
 
 def closed_form(name: str) -> Cost | None:
-    """Returns the cost formula of an algorithm, or None if there is none."""
+    """Returns the formula that predicts an algorithm's time, or None if there is none."""
     return COSTS.get(name) or (REGISTRY[name].cost if name in REGISTRY else None)
 
 
@@ -80,7 +81,7 @@ def closed_form(name: str) -> Cost | None:
 
 
 def _ring(c: Cluster, m: Seconds) -> Seconds:
-    """Returns the seconds of a ring all-reduce: 2(p−1) rounds, each of m/p bytes."""
+    """Returns the seconds of a ring all-reduce: 2(p−1) steps of m/p bytes for p ranks and m bytes."""
     return collective_s("all_reduce", c.ranks, m, c.slowest, c.gamma_s)
 
 
@@ -108,7 +109,7 @@ def _torus2d(c: Cluster, m: Seconds) -> Seconds:
 
 
 def _halving_doubling(c: Cluster, m: Seconds) -> Seconds:
-    """Returns the seconds of log₂ p rounds of halving and log₂ p rounds of doubling.
+    """Returns the seconds of recursive halving and doubling, in 2 · log₂ p rounds for p ranks.
 
     If p is not a power of two, the surplus ranks send their whole buffer to a partner before these
     rounds and receive the result after them.
@@ -130,7 +131,7 @@ def _tree(c: Cluster, m: Seconds) -> Seconds:
 def _central(c: Cluster, m: Seconds) -> Seconds:
     """Returns the seconds of a parameter server; one rank of each node serves a shard of the buffer.
 
-    Each server receives its shard from all other ranks and returns the sum.
+    Each server receives its part of the buffer from all other ranks and returns the sum.
     """
     link, shard = c.slowest, m / c.nodes
     return (c.ranks - 1) * (2 * (link.alpha_s + shard * link.beta_s) + shard * c.gamma_s)
@@ -168,7 +169,7 @@ COSTS: dict[str, Cost] = {
 def collective_s(
     kind: CollectiveKind, ranks: int, size: Seconds, link: Link, gamma_s: float = 0.0
 ) -> Seconds:
-    """Returns the seconds of a collective of the backend, which runs around a ring.
+    """Returns the seconds of a collective of the backend, if it uses a ring algorithm.
 
     A reduce consists of a reduce-scatter and a gather; a broadcast consists of a scatter and an
     all-gather.
@@ -189,10 +190,10 @@ def collective_s(
 
 @dataclass(frozen=True)
 class ProbedTable:
-    """Measured costs of all-reduces.
+    """Measured seconds of all-reduces, by algorithm and number of bytes.
 
     Attributes:
-        base: The cluster on which the costs were measured.
+        base: The cluster on which they were measured.
         points: For each algorithm, pairs of bytes and seconds in ascending order.
         native: The algorithm whose formula describes the backend's own all-reduce, `ring` for Gloo.
     """

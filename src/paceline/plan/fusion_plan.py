@@ -1,4 +1,4 @@
-"""`FusionPlan`: ordered buckets of gradients; `FlatLayout`: the offsets of tensors in one flat buffer.
+"""`FusionPlan`: ordered buckets of gradients; `FlatLayout`: the offsets of tensors in a flat buffer.
 
 The planner predicts the time of a plan, and `paceline.comm` executes the plan. A checkpoint stores the
 plan, so that a resumed run uses the same plan.
@@ -22,15 +22,16 @@ _SIGNALS = 11
 
 @dataclass(frozen=True)
 class FusionBucket:
-    """Gradients that are sent together.
+    """A bucket: gradients that are all-reduced together, and how.
 
     Attributes:
         tensors: Names of the tensors.
         algorithm: The all-reduce algorithm for the bucket's largest message.
-        wire: The wire format; `auto` sends each tensor in its own format.
-        beside: The algorithm for the bucket's smaller messages. They contain the signals and the
-            tensors whose format differs from the format of the largest message. If empty, `algorithm`
-            is used.
+        wire: The number format in which gradients are sent; `auto` sends each tensor in its own
+            dtype.
+        beside: The algorithm for the bucket's smaller messages. They contain the tensors of another
+            dtype than the largest message, and the loss and flags that ranks share in each step. If
+            empty, `algorithm` is used.
     """
 
     tensors: tuple[str, ...]
@@ -45,7 +46,7 @@ class FusionBucket:
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """Buckets in the order in which they are sent."""
+    """Describes the gradient all-reduce: buckets in the order in which they are sent."""
 
     buckets: tuple[FusionBucket, ...]
 
@@ -66,9 +67,9 @@ class FusionPlan:
 
         Args:
             tensors: For each tensor its name and its size in bytes.
-            threshold: Number of bytes from which a bucket is full.
+            threshold: Bytes from which on a bucket is full.
             algorithm: The all-reduce algorithm of all buckets.
-            wire: The wire format of all buckets.
+            wire: The number format in which all buckets are sent.
         """
         pools: list[list[str]] = [[]]
         filled = 0
@@ -82,12 +83,12 @@ class FusionPlan:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Returns the names of all tensors, in the order in which the plan sends them."""
+        """The names of all tensors, in the order in which the plan sends them."""
         return tuple(name for bucket in self.buckets for name in bucket.tensors)
 
     @property
     def fingerprint(self) -> str:
-        """Returns a hash of the plan, which ranks compare to check that they have the same plan."""
+        """A hash of the plan, by which ranks check that they have the same plan."""
         text = json.dumps(self.to_table(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -121,7 +122,7 @@ class FusionPlan:
             return cls(tuple(_from_row(row) for row in table["buffer"]))
         except (KeyError, TypeError) as error:
             raise ConfigError(
-                "plan", None, f"not a fusion plan ({error})", "make it anew"
+                "plan", None, f"not a plan with buckets ({error})", "make a new plan"
             ) from None
 
 
@@ -146,7 +147,7 @@ def padded(elements: Any) -> Any:
 
 
 def signal_bytes(tensors: int) -> int:
-    """Returns the bytes that the last bucket of a step contains besides gradients.
+    """Returns how many bytes the last bucket of a step contains in addition to gradients.
 
     Args:
         tensors: Number of tensors of the plan.
@@ -169,12 +170,12 @@ class TensorSpec:
 
     @property
     def length(self) -> int:
-        """Returns the number of elements; a scalar has one."""
+        """The number of elements; a scalar has one."""
         return math.prod(self.shape)
 
 
 class Slot(NamedTuple):
-    """The elements of a flat buffer that hold one tensor: from `offset` to `stop` − 1."""
+    """The position of a tensor in a flat buffer: elements `offset` to `stop` − 1."""
 
     name: str
     offset: int
@@ -183,7 +184,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The layout of a flat buffer for tensors of one number format.
+    """The positions of tensors of one dtype in a flat buffer.
 
     Each tensor starts at an aligned offset. `length` is the number of elements including padding.
     """
@@ -193,7 +194,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, specs: Sequence[TensorSpec]) -> FlatLayout:
-        """Builds the layout of tensors of one number format, in the order given."""
+        """Computes the positions of tensors of one dtype, in the order given."""
         slots, offset = [], 0
         for spec in specs:
             slots.append(Slot(spec.name, offset, offset + spec.length))

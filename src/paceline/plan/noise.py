@@ -19,7 +19,7 @@ LEAST_SAVING = 0.1
 
 
 def concentration(samples: int, parts: int) -> float:
-    """Returns Σ nᵢ² / N² for N samples that are split into parts of nᵢ samples.
+    """Returns Σ nᵢ² / N² for N samples in parts of nᵢ samples, for `NoiseEstimate`.
 
     The sizes nᵢ differ by at most one.
     """
@@ -31,7 +31,7 @@ def concentration(samples: int, parts: int) -> float:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """Unbiased estimates from one step.
+    """Unbiased estimates of the gradient's squared norm and variance from one step.
 
     `signal` estimates |G|², the squared norm of the true gradient, and can be negative. `variance`
     estimates tr Σ, the variance of one sample's gradient.
@@ -81,9 +81,9 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """Returns B_noise in samples.
+        """The noise scale in samples.
 
-        Returns None before the first step, or if an average is not positive because of noise.
+        None before the first step, or if an average is not positive because of noise.
         """
         if self.weight == 0 or self.signal <= 0 or self.variance <= 0:
             return None
@@ -107,7 +107,10 @@ def time_saved(noise_scale: float, batch: float, larger: float) -> float:
 
 
 def useful_batch(noise_scale: float) -> float:
-    """Returns the largest batch size at which doubling ranks and batch saves at least `LEAST_SAVING`."""
+    """Returns the largest useful batch size.
+
+    Doubling ranks and batch up to this size saves at least the fraction `LEAST_SAVING` of the time.
+    """
     return noise_scale * (0.5 - LEAST_SAVING) / LEAST_SAVING
 
 

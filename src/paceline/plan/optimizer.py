@@ -1,10 +1,11 @@
-"""Finds the best plan for a workload on a cluster: buckets, algorithms and wire formats.
+"""Finds the plan with the shortest predicted step: buckets, algorithms and number formats.
 
-Uses dynamic programming, which is exact if one bucket is exchanged at a time. F(j), the earliest end of
-the exchange of the first j gradients, is the minimum over i < j of max(F(i), ready(j)) + cost(i, j). Here
-the last bucket contains the gradients i + 1 to j. If the earlier buckets end sooner, the last bucket does
-not end later, so an optimal plan consists of optimal partial plans. The cost of a bucket is the sum of
-the costs of its messages. Each message uses the cheapest algorithm and the cheapest allowed format.
+Uses dynamic programming, which is exact if one bucket is all-reduced at a time. F(j), the earliest end
+of the all-reduces of the first j gradients, is the minimum over i < j of max(F(i), ready(j)) + cost(i,
+j). Here the last bucket contains the gradients i + 1 to j. If the earlier buckets end sooner, the last
+bucket does not end later, so an optimal plan consists of optimal partial plans. The cost of a bucket is
+the sum of the costs of its messages. Each message uses the cheapest algorithm and the cheapest allowed
+format.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MOST_FEWER = 8
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient that the training step exchanges.
+    """The gradient of one tensor, with its size and when it is ready for the all-reduce.
 
     Attributes:
         name: The name of the tensor.
@@ -65,17 +66,17 @@ def best_plan(
     workload: BackwardPass, cluster: Cluster, batch: int, algorithms: Sequence[str] | None = None,
     wires: Sequence[str] = ("auto",), spread: float = RANK_SPREAD,
 ) -> FusionPlan:  # fmt: skip
-    """Finds the buckets, algorithms and wire formats with the least exposed communication.
+    """Finds the buckets, algorithms and number formats with the shortest predicted step.
 
-    A bucket is rounded to a less exact format only if the exchange then ends sooner. If hidden exchanges
-    slow down compute, plans with fewer buckets are compared too.
+    A bucket is sent in a less exact format only if the communication then ends sooner. If
+    communication slows down concurrent compute, plans with fewer buckets are compared, too.
 
     Args:
         workload: Gradient sizes and ready times of one training step.
         cluster: The cluster on which the plan will run.
         batch: The batch size of one rank.
         algorithms: Algorithms that the plan may use. None means all.
-        wires: Wire formats that the plan may use.
+        wires: Number formats in which gradients may be sent.
         spread: The relative standard deviation of the ranks' step times.
 
     Returns:
@@ -100,12 +101,12 @@ def threshold_plan(
     workload: BackwardPass, cluster: Cluster, threshold: int,
     algorithms: Sequence[str] = ("native",),
 ) -> FusionPlan:  # fmt: skip
-    """Returns the plan that closes a bucket once it has `threshold` bytes.
+    """Returns the plan in which every bucket is full once it has `threshold` bytes, as in DDP.
 
     Args:
         workload: Gradient sizes of one training step.
         cluster: The cluster on which the plan will run.
-        threshold: Number of bytes from which a bucket is full; 0 puts each gradient in its own bucket.
+        threshold: Bytes from which on a bucket is full; 0 puts each gradient in its own bucket.
         algorithms: Algorithms that the plan may use. Each message uses the cheapest one.
     """
     cost = BucketCost(workload.gradients, cluster, algorithms)
@@ -120,7 +121,10 @@ def threshold_plan(
 def _slowest_ready(
     workload: BackwardPass, cluster: Cluster, batch: int, spread: float
 ) -> list[float]:
-    """Returns the ready times in seconds on the slowest rank, which delays every exchange."""
+    """Returns when each gradient is ready on the slowest rank, which delays every all-reduce.
+
+    The times are in seconds from the start of the backward pass.
+    """
     slow = slowest_of(cluster.ranks, spread)
     return [ready * slow for ready in workload.ready_s(batch)]
 
@@ -143,7 +147,7 @@ class Bucket(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Ready times of gradients, and a function for the cost of a bucket.
+    """When gradients are ready, and a function that predicts the seconds of a bucket.
 
     `wires` lists the formats, the most exact one first. `of(wire, first, stop)` returns the seconds
     of the bucket with the gradients `first` to `stop` − 1 in the format `wire`.
@@ -160,11 +164,11 @@ class Costs(NamedTuple):
         return self.of(bucket.wire, *bucket.cut)
 
     def start_s(self, bucket: Bucket, free_s: float) -> float:
-        """Returns the time when the bucket's last gradient is ready and the channel is free.
+        """Returns when the all-reduce of a bucket can start, in seconds from the start of backward.
 
         Args:
             bucket: The bucket.
-            free_s: The end of the exchange of the previous bucket.
+            free_s: The end of the all-reduce of the previous bucket.
         """
         return max(free_s, self.ready_s[bucket.cut[1] - 1])
 
@@ -175,16 +179,17 @@ class Costs(NamedTuple):
         return free
 
     def lost_s(self, buckets: Sequence[Bucket], backward_s: float, hidden_cost: float) -> float:
-        """Returns the seconds that the exchange adds to a step.
+        """Returns the seconds that communication adds to a step.
 
-        This is the exposed time plus `hidden_cost` times the time that is hidden behind backward.
+        These are the time after the end of backward, and `hidden_cost` times the time during
+        backward.
         """
         exposed = max(0.0, self.end_s(buckets) - backward_s)
         return exposed + hidden_cost * max(0.0, sum(map(self.seconds, buckets)) - exposed)
 
 
 def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Bucket]:
-    """Returns the buckets whose exchange ends first, in the most exact formats that permit this end.
+    """Returns the buckets whose all-reduces end first, in the most exact formats that permit this.
 
     Joined buckets take the more exact of their formats, so no gradient becomes less exact.
 
@@ -201,7 +206,7 @@ def optimal_buckets(costs: Costs, seconds: npt.NDArray[np.float64]) -> list[Buck
 def _fewer_buckets(
     costs: Costs, seconds: npt.NDArray[np.float64], count: int
 ) -> list[list[Bucket]]:
-    """Returns the plans that end first with at most 1, 2, … buckets.
+    """Returns the plans that end first if at most 1, 2, … buckets are allowed.
 
     The largest number is below `count` and at most `_MOST_FEWER`.
     """
@@ -213,7 +218,7 @@ def _fewer_buckets(
 
 
 def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: int) -> list[Cut]:
-    """Returns the same as `optimal_cuts`, but with at most `most` runs."""
+    """Divides gradients into at most `most` buckets, and otherwise does the same as `optimal_cuts`."""
     count = len(ready_s)
     starts = np.concatenate([[0.0], ready_s])
     ends = np.concatenate([[0.0], starts[1:] + cost[0, 1:]])
@@ -229,11 +234,11 @@ def limited_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64], most: 
 
 
 def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> list[Cut]:
-    """Returns the runs of gradients whose exchange ends first, as pairs (first, stop) in order.
+    """Divides gradients into the buckets whose all-reduces end first, as pairs (first, stop).
 
     Args:
-        ready_s: When each gradient is ready.
-        cost: `cost[i, j]` is the cost of the run with the gradients i to j − 1.
+        ready_s: The seconds after which each gradient is ready.
+        cost: `cost[i, j]` is the seconds of a bucket with the gradients i to j − 1.
     """
     count = len(ready_s)
     ends = np.zeros(count + 1)
@@ -246,11 +251,11 @@ def optimal_cuts(ready_s: Sequence[float], cost: npt.NDArray[np.float64]) -> lis
 
 
 def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[Cut]:
-    """Returns the runs that cover the first `count` gradients.
+    """Returns the buckets of the best division of the first `count` gradients.
 
     Args:
-        origins: For each run from the last one back, an array. Element j is the start of the best run
-            that ends at j.
+        origins: For each bucket from the last one back, an array. Element j is the first gradient
+            of the best bucket that ends at j.
         count: Number of gradients.
     """
     cuts: list[Cut] = []
@@ -263,9 +268,10 @@ def _walked_back(origins: Iterable[npt.NDArray[np.int64]], count: int) -> list[C
 
 
 def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
-    """Gives each bucket, from the last one back, the most exact format that keeps the end `by_s`.
+    """Gives each bucket the most exact number format with which communication still ends at `by_s`.
 
-    A bucket must end before the next bucket has to start. No bucket gets a less exact format.
+    Starts with the last bucket. A bucket must end before the next bucket has to start. No bucket
+    gets a less exact format.
     """
     starts, free = [], 0.0
     for bucket in buckets:
@@ -283,7 +289,7 @@ def _more_exact(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bu
 
 
 def _joined(buckets: Sequence[Bucket], costs: Costs, by_s: float) -> list[Bucket]:
-    """Joins neighboring buckets if the exchange still ends at `by_s`, with fewer messages.
+    """Joins neighboring buckets if communication still ends at `by_s`, to send fewer messages.
 
     The joined bucket has the more exact format of the two.
     """
@@ -309,7 +315,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class BucketCost:
-    """Costs of all possible buckets.
+    """The predicted seconds of all possible buckets.
 
     `seconds[i, j]` is the cost of the bucket with the gradients i to j − 1 in its cheapest format.
     """
@@ -320,11 +326,11 @@ class BucketCost:
     ) -> None:  # fmt: skip
         if not algorithms:
             known = ", ".join(algorithm_names())
-            raise ConfigError("--algorithm", None, "none given", f"use {known}")
+            raise ConfigError("--algorithm", None, "no algorithm given", f"use {known}")
         algorithms = [name for name in algorithms if is_priced(name, cluster)] or algorithms
         self.wires = wire_names(wires)
         if not self.wires:
-            raise ConfigError("--wire", None, "none given", "use auto")
+            raise ConfigError("--wire", None, "no format given", "use auto")
         counts = np.array([[g.elements * g.half, g.elements * (not g.half)] for g in gradients])
         held, in_buckets = _runs(counts), _runs(padded(counts))
         tables = [_WireCost(held, in_buckets, wire, cluster, algorithms) for wire in self.wires]
@@ -332,7 +338,7 @@ class BucketCost:
         self.seconds: Floats = np.minimum.reduce([table.seconds for table in tables])
 
     def bytes(self, first: int, stop: int) -> int:
-        """Returns the bytes that the gradients `first` to `stop` − 1 send in the most exact format."""
+        """Returns the bytes of a bucket of gradients `first` to `stop` − 1 in the most exact format."""
         return int(self._by_wire[self.wires[0]].bytes[first, stop])
 
     def of(self, wire: str, first: int, stop: int) -> float:
@@ -340,12 +346,12 @@ class BucketCost:
         return float(self._by_wire[wire].seconds[first, stop])
 
     def names(self, wire: str, first: int, stop: int) -> tuple[str, str]:
-        """Returns the algorithm of the larger message and the algorithm of the smaller messages."""
+        """Returns the algorithms for the bucket's larger message and for its smaller messages."""
         return self._by_wire[wire].names(first, stop)
 
 
 def _runs(counts: Counts) -> Counts:
-    """Returns the number of elements of the gradients i to j − 1 as an array [kind, i, j].
+    """Returns how many elements the gradients i to j − 1 have, as an array [kind, i, j].
 
     Args:
         counts: For each gradient its number of 16-bit and of 32-bit elements; these are the two kinds.
@@ -355,7 +361,7 @@ def _runs(counts: Counts) -> Counts:
 
 
 class _WireCost:
-    """The costs of all possible buckets in one wire format."""
+    """The predicted seconds of all possible buckets in one number format."""
 
     def __init__(
         self, held: Counts, in_buckets: Counts, wire: str, cluster: Cluster,

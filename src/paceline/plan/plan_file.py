@@ -54,7 +54,8 @@ Part = TypeVar("Part")
 class ModelFacts:
     """Number and size of the trained tensors, and a digest of their names and sizes.
 
-    The facts do not depend on the order and the number format of the tensors.
+    They identify the model for which a plan was made, and do not depend on the order and dtype of
+    the tensors.
     """
 
     tensors: int
@@ -63,7 +64,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[str, int]]) -> ModelFacts:
-        """Returns the facts of tensors that are given as pairs of name and number of elements."""
+        """Computes the facts of a model from pairs of name and number of elements of each tensor."""
         rows = sorted(sizes)
         text = "\n".join(f"{name} {elements}" for name, elements in rows)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -75,7 +76,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """The number of ranks and nodes, on which the choice of algorithms depends."""
+    """The number of ranks and nodes for which a plan was made."""
 
     ranks: int
     nodes: int
@@ -88,9 +89,9 @@ class ClusterFacts:
 class LinkFacts:
     """The cost of a message, measured between the slowest pair of ranks.
 
-    A message of m bytes takes `alpha_s` + m · `beta_s_per_byte` seconds. `residual` is the relative error
-    of this formula (`fit_cost`). `contention` is the factor by which a message takes longer if all ranks
-    send concurrently.
+    A message of m bytes takes `alpha_s` + m · `beta_s_per_byte` seconds. `residual` is the relative
+    error of this formula for the measured messages. `contention` is the factor by which a message
+    takes longer if all ranks send concurrently.
     """
 
     alpha_s: float
@@ -109,8 +110,8 @@ class ProbedCluster:
         device: The type of the device.
         intra: The cost of a message inside a node; None if no node has two ranks.
         inter: The cost of a message between nodes; None if there is one node.
-        hidden_cost: Seconds by which one second of an exchange delays concurrent compute. None if this
-            delay was not measured.
+        hidden_cost: Seconds by which one second of communication delays concurrent compute. None if
+            this delay was not measured.
     """
 
     ranks_per_node: tuple[int, ...]
@@ -148,10 +149,10 @@ class ProbedCluster:
 
 @dataclass(frozen=True)
 class Expected:
-    """The planner's prediction of a step with a plan: the section `[expected]`.
+    """The predicted times of a step with the plan: the section `[expected]`.
 
-    `buffers_s` lists the predicted seconds of each bucket's exchange. `batch` is the batch size of
-    one rank.
+    `buffers_s` lists the predicted seconds of each bucket's all-reduce. `batch` is the batch size
+    of one rank.
     """
 
     batch: int
@@ -181,7 +182,7 @@ class PlanFile:
     """The contents of a plan file.
 
     Attributes:
-        fusion: The fusion plan.
+        fusion: The plan: buckets of gradients and their all-reduces.
         model: The model that the plan was made for.
         cluster: The cluster that the plan was made for.
         expected: The planner's prediction for the plan.
@@ -212,7 +213,7 @@ class PlanFile:
 
     @property
     def plan(self) -> FusionPlan:
-        """Returns the fusion plan. Raises ConfigError if the file has none."""
+        """The plan of buckets and all-reduces. Raises ConfigError if the file has none."""
         return self.given(
             self.fusion, self.setting, "has no plan: no [[buffer]]",
             "run paceline tune with --model or a recipe",
@@ -220,14 +221,14 @@ class PlanFile:
 
     @property
     def table(self) -> SizeTable:
-        """Returns the table of buffer sizes. Raises ConfigError if the file has none."""
+        """The algorithm for each buffer size. Raises ConfigError if the file has none."""
         return self.given(
             self.sizes, "comm.hybrid.sizes", "has no table of sizes: no [[sizes]]",
             "write rows of up_to_bytes and algorithm, or run paceline tune",
         )  # fmt: skip
 
     def given(self, part: Part | None, name: str, problem: str, remedy: str) -> Part:
-        """Returns `part`. Raises ConfigError if `part` is None, with the other arguments as its text."""
+        """Returns `part`. If it is None, raises a ConfigError with the other arguments."""
         if part is None:
             raise ConfigError(name, self.path, problem, remedy)
         return part
@@ -345,7 +346,7 @@ def _from_tables(tables: Mapping[str, Any]) -> PlanFile:
     if "workload" in tables:
         workload = tables["workload"]
         if not isinstance(workload, Mapping):
-            raise ConfigError("workload", workload, "is not a table", "make it anew")
+            raise ConfigError("workload", workload, "is not a table", "profile it again")
     measured, chosen = _measured(tables.get("measured", []))
     why = convert(tables.get("why", []), tuple[str, ...], "why")
     sizes = SizeTable.from_table(tables) if "sizes" in tables else None

@@ -1,8 +1,8 @@
 """All-reduce algorithms as schedules: what one rank sends, receives and adds.
 
-A schedule yields the steps of one rank for one segment of a buffer. `paceline.comm` executes it over
-Gloo or NCCL, and a formula in `paceline.plan.cost` predicts its time. Every schedule obeys these rules,
-which tests check:
+A schedule yields the steps of one rank for one segment (part) of a buffer; a span is a range of elements.
+`paceline.comm` executes it over Gloo or NCCL, and a formula in `paceline.plan.cost` predicts its time.
+Every schedule obeys these rules, which tests check:
 
 - Messages between two ranks keep their order: the n-th message that one rank sends to the other is the
   n-th message that the other rank receives, with the same span.
@@ -59,7 +59,7 @@ def register(
     """Returns a decorator that adds a schedule to the algorithms, under the name of its function.
 
     Args:
-        depth: Number of segments of a buffer that are exchanged concurrently.
+        depth: Number of segments of a buffer that are summed concurrently.
         least_bytes: The smallest size of a segment.
         most_bytes: The largest size of a segment.
         tuned: True if `paceline tune` tries the algorithm by default.
@@ -93,13 +93,13 @@ def check_name(name: object, field: str = "comm.algorithm") -> None:
 
 def algorithm(name: str) -> Algorithm:
     if name == NATIVE:
-        raise ConfigError("algorithm", name, "has no schedule: it is the backend's own")
+        raise ConfigError("algorithm", name, "has no schedule, because the backend executes it")
     check_name(name, "algorithm")
     return REGISTRY[name]
 
 
 def parts_used(algorithms: Collection[str], groups: Groups) -> frozenset[str]:
-    """Returns the kinds of sub-groups in which `algorithms` run collectives.
+    """Returns which process sub-groups `algorithms` need for the backend's collectives.
 
     Kinds are `rows`, `masters` and `columns`. `native` and the all-reduces of wire formats need none.
     """
@@ -212,7 +212,7 @@ def _chained(*phases: Steps) -> Steps:
 
 
 def _joined(steps: Steps, rounds: int) -> Steps:
-    """Merges the last of a phase's `rounds` rounds with the first round of the next phase."""
+    """Omits the pause after the last of `rounds` rounds, so that the next steps join this round."""
     for step in steps:
         if isinstance(step, Pause):
             rounds -= 1
@@ -222,7 +222,7 @@ def _joined(steps: Steps, rounds: int) -> Steps:
 
 
 def _side_by_side(parts: Sequence[Steps]) -> Steps:
-    """Runs several parts with the same number of rounds concurrently, round by round.
+    """Combines schedules with equal numbers of rounds into one that runs them concurrently.
 
     The receives of a round come first: without tags, as over NCCL, they are posted in one batch.
     """
@@ -267,7 +267,7 @@ def _ring(rank: int, members: Sequence[int], span: Span) -> Steps:
 
 
 def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
-    """Sends the span to all members. All add in the same order, so their sums are bit-identical."""
+    """Sends the span to all members, which add in the same order, so their sums are bit-identical."""
     at = members.index(rank)
     others = tuple(member for member in members if member != rank)
     for other in (*others[at:], *others[:at]):
@@ -280,7 +280,7 @@ def _flood(rank: int, members: Sequence[int], span: Span) -> Steps:
 def _to_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Sends every chunk to its owner, which adds the chunks of all members (a reduce-scatter)."""
+    """Reduce-scatter: sends each chunk of the segment to one member, which adds all members' chunks."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -297,7 +297,7 @@ def _to_owners(
 def _from_owners(
     rank: int, members: Sequence[int], owners: Sequence[int], chunks: Sequence[Span]
 ) -> Steps:
-    """Sends every chunk from its owner to all other members (an all-gather)."""
+    """All-gather: sends each summed chunk of the segment from the member that has it to all others."""
     others = _others(rank, members)
     for other in others:
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -312,7 +312,7 @@ def _from_owners(
 
 
 def _others(rank: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Returns the other members from the successor on, so that senders start with different receivers."""
+    """Returns the other members in cyclic order, so that senders start with different receivers."""
     at = members.index(rank)
     return (*members[at + 1 :], *members[:at])
 
@@ -387,7 +387,7 @@ def _sum_among(rank: int, members: Sequence[int], span: Span, size_bytes: int) -
 
 
 class _Place(NamedTuple):
-    """The position of a rank in a tree.
+    """The position of a rank in the tree of a reduce or broadcast.
 
     Attributes:
         parent: The parent's rank, or None for the root.
@@ -410,7 +410,7 @@ def _binomial(at: int) -> int:
 
 
 def _flat(at: int) -> int:
-    """Returns the root as the parent of every member: one round, in which the root does all the work."""
+    """Returns 0, the root, which is the parent of all members of a flat tree."""
     return 0
 
 
@@ -474,7 +474,7 @@ def _nested_hierarchical(
 def _nested_torus2d(
     rank: int, row: tuple[int, ...], columns: Sequence[tuple[int, ...]], length: int
 ) -> Steps:
-    """Runs `torus2d` by collectives; all chunks are equal, so the last may end after the segment."""
+    """Runs `torus2d` with the backend's collectives; the last chunk may extend beyond the segment."""
     at, width = row.index(rank), len(row)
     each = -(-length // width)
     if width > 1:

@@ -32,7 +32,7 @@ NOISE_LIMIT = 0.5
 
 
 def measured_size(size_bytes: int, samples: Mapping[str, Sequence[float]]) -> MeasuredSize:
-    """Returns the median time of each algorithm at one size, and the spread of native samples.
+    """Returns the median time of each algorithm at one buffer size, and the spread for `native`.
 
     Args:
         size_bytes: The size of the buffer.
@@ -50,7 +50,7 @@ def _spread(samples: Sequence[float]) -> float:
 
 
 def noise(measured: Sequence[MeasuredSize]) -> float:
-    """Returns the median spread over all sizes, which a single disturbed size does not change."""
+    """Returns the spread of repeated measurements: the median over all sizes, robust to one bad size."""
     return statistics.median(row.spread for row in measured) if measured else 0.0
 
 
@@ -90,7 +90,7 @@ def choose_algorithms(measured: Sequence[MeasuredSize], margin: float = MARGIN) 
 
 
 def _choose(row: MeasuredSize, before: str | None, margin: float) -> str:
-    """Chooses an algorithm for one size; `before` is the choice for the next smaller size."""
+    """Chooses an algorithm for one buffer size; `before` is that of the next smaller size."""
     best = min(row.medians_s, key=lambda name: (row.medians_s[name], name))
     bound = (1 + margin) * row.medians_s[best]
     for name in (NATIVE, before):
@@ -100,9 +100,10 @@ def _choose(row: MeasuredSize, before: str | None, margin: float) -> str:
 
 
 def table_of(measured: Sequence[MeasuredSize], chosen: Sequence[str]) -> SizeTable:
-    """Returns a table of algorithms by size from the choices at the measured sizes.
+    """Builds a `SizeTable` from the algorithms that were chosen for the measured buffer sizes.
 
-    Where two neighbouring sizes have different algorithms, the limit is their geometric mean.
+    If two neighboring sizes have different algorithms, the table changes the algorithm at the
+    geometric mean of the two sizes.
     """
     rows: list[SizeRow] = []
     for at in range(len(measured) - 1):

@@ -1,6 +1,6 @@
 """`SizeTable`: the all-reduce algorithm for each buffer size; `MeasuredSize`: measured times of a size.
 
-The paper's rule, which changes the algorithm at a threshold η, is a table of two rows.
+A rule that changes the algorithm at a threshold η is a table of two rows.
 `paceline.plan.size_choice` makes a table from measurements.
 """
 
@@ -20,7 +20,10 @@ _ROW_KEYS = {"algorithm", "up_to_bytes", "measured"}
 
 @dataclass(frozen=True)
 class SizeRow:
-    """The algorithm for buffers of up to `up_to_bytes`, which is None (no limit) in the last row."""
+    """A row of a `SizeTable`: the algorithm for buffers of up to `up_to_bytes` bytes.
+
+    `up_to_bytes` is None (no limit) in the last row.
+    """
 
     algorithm: str
     up_to_bytes: int | None = None
@@ -73,14 +76,14 @@ class SizeTable:
 
     @classmethod
     def two_way(cls, eta_bytes: int) -> SizeTable:
-        """Returns the paper's table: `hierarchical` below `eta_bytes`, otherwise `ring`."""
+        """Returns a table of two rows: `hierarchical` below `eta_bytes`, otherwise `ring`."""
         if eta_bytes <= 0:
             return cls.single("ring")
         return cls((SizeRow("hierarchical", eta_bytes - 1), SizeRow("ring")))
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Returns the algorithms of the table without duplicates, in the order of the rows."""
+        """The algorithms of the table without duplicates, in the order of the rows."""
         return tuple(dict.fromkeys(row.algorithm for row in self.rows))
 
     def choose(self, size_bytes: int) -> str:
@@ -107,14 +110,15 @@ class SizeTable:
         rows = table.get("sizes")
         if not isinstance(rows, Sequence) or isinstance(rows, str):
             raise ConfigError(
-                _FIELD, None, "not a size table", "write [[sizes]] rows: up_to_bytes, algorithm"
+                _FIELD, None, "is not a size table", "write [[sizes]] rows: up_to_bytes, algorithm"
             )
         made = []
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping) or not {"algorithm"} <= set(row) <= _ROW_KEYS:
                 raise ConfigError(
-                    f"{_FIELD}[{number}]", row, "not a row", "it has algorithm and up_to_bytes"
-                )
+                    f"{_FIELD}[{number}]", row, "is not a row of a size table",
+                    "give algorithm and, except in the last row, up_to_bytes",
+                )  # fmt: skip
             made.append(SizeRow(row["algorithm"], row.get("up_to_bytes")))
         return cls(tuple(made))
 
@@ -134,7 +138,7 @@ class SizeTable:
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """Median seconds of each algorithm for one buffer size.
+    """Measured all-reduce times for one buffer size: the median seconds of each algorithm.
 
     `spread` is the interquartile range of the times of the algorithm `native`, divided by their median.
     """

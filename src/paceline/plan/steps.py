@@ -1,11 +1,12 @@
-"""The steps of a schedule, groups of ranks, segments of a buffer, and compiled programs.
+"""The steps of an all-reduce schedule, and their compilation to programs that ranks execute.
 
-A schedule (`paceline.plan.schedules`) is a generator of steps for one rank and one segment of a buffer.
-A step is a message (`Send`, `Receive`), a collective of a sub-group (`Collective`), a local rounding
-(`Round`), or `PAUSE`, the end of a round. A program contains the same steps as operations with memory
-addresses. A received message that is added to a span is first written to an inbox. A message that
-replaces a span is written into the segment directly. If a span changes while a slow peer may still be
-receiving the span, a copy is sent instead.
+A schedule (`paceline.plan.schedules`) is a generator of steps for one rank and one segment of a
+buffer. A step is a message (`Send`, `Receive`), a collective of a sub-group (`Collective`), a local
+rounding (`Round`), or `PAUSE`, the end of a round. A program contains the same steps as operations
+with memory addresses. A span is a range of elements of the buffer. A received message that is added
+to a span is first written to separate memory, the inbox. A message that replaces a span is written
+into the segment directly. If a span changes while a slow peer may still be receiving the span, a
+copy is sent instead.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receives one message from each peer, with the elements of `span`.
+    """Receives the elements of `span` from each peer, and adds them to or replaces those of this rank.
 
-    If `add` is set, the messages are added to the span, in the order of `peers`; this rank's own values
-    are summand number `own`. Otherwise there is one peer, whose message replaces the span. Sums of
-    16-bit values are computed in fp32 and rounded once. If `wide` is set, the sum stays in fp32 until
-    `Round`.
+    If `add` is True, the received values and this rank's own values are added in a fixed order:
+    that of `peers`, with the own values at position `own`. Otherwise there is one peer, whose
+    values replace those of this rank. Sums of 16-bit values are computed in fp32 and rounded once.
+    If `wide` is True, the sum stays in fp32 until a `Round` step.
     """
 
     peers: tuple[int, ...]
@@ -48,7 +49,7 @@ class Receive(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Rounds the sums of `span`, which are kept in fp32, to the number format of the messages."""
+    """Rounds sums that were kept in fp32 to the dtype of the messages."""
 
     span: Span
 
@@ -66,7 +67,7 @@ class Collective(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """The end of a round."""
+    """Marks the end of a round, after which other segments of the buffer run their rounds."""
 
 
 PAUSE: Final = Pause()
@@ -77,7 +78,7 @@ Rounds = tuple[tuple[Step, ...], ...]
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks of each group. Each node is a group unless the user has set a group size.
+    """Divides all ranks into groups for hierarchical algorithms. A group is a node by default.
 
     `nested` is True if schedules use the backend's own collectives in sub-groups of ranks, as over NCCL.
     """
@@ -94,7 +95,7 @@ class Groups:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Returns all ranks, group by group.
+        """All ranks, group by group.
 
         A ring in this order enters and leaves each node only once.
         """
@@ -106,7 +107,7 @@ class Groups:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the columns; column c contains one rank of each group, the owner of chunk c.
+        """Sub-groups with one rank of each group; the ranks of column c sum chunk c of a buffer.
 
         There are as many columns as the largest group has ranks. A rank of a smaller group can be in
         several columns.
@@ -126,7 +127,7 @@ class Groups:
 
 
 class Segment(NamedTuple):
-    """A part of a buffer: `length` elements of `item_bytes` bytes each.
+    """A part of the all-reduced buffer: `length` elements of `item_bytes` bytes each.
 
     `number` is the index of the segment in the buffer, or this index modulo the number of columns.
     """
@@ -141,12 +142,12 @@ Schedule = Callable[[int, Groups, Segment], Steps]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A schedule, and the rules for cutting a buffer into segments.
+    """An all-reduce algorithm: its schedule, and how it divides a buffer into segments.
 
     Attributes:
         name: The name of the algorithm.
         schedule: The generator function that yields the steps of a rank.
-        depth: Number of segments that are exchanged concurrently. A buffer that is too short for so
+        depth: Number of segments that are summed concurrently. A buffer that is too short for so
             many segments of `least_bytes` has fewer.
         least_bytes: The smallest size of a segment; a shorter buffer is one segment.
         most_bytes: The largest size of a segment; a longer buffer has more than `depth` segments.
@@ -179,7 +180,7 @@ class Algorithm:
 
 
 def interleave(counts: Sequence[int], depth: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (segment, lane, round) in the order in which every rank runs the rounds.
+    """Yields (segment, lane, round) in the order in which all ranks execute a buffer's segments.
 
     At most `depth` segments are in progress, each on its own lane. At most half of the lanes start a
     segment in the same pass, so that each link always has several messages to carry. The other lanes
@@ -206,7 +207,7 @@ def interleave(counts: Sequence[int], depth: int) -> Iterator[tuple[int, int, in
 
 
 def cut(span: Span, parts: int) -> list[Span]:
-    """Returns `parts` spans of nearly equal length; some are empty if there are fewer elements."""
+    """Divides a range of elements into `parts` ranges of nearly equal length, some possibly empty."""
     start, length = span[0], span[1] - span[0]
     return [
         (start + length * at // parts, start + length * (at + 1) // parts) for at in range(parts)
@@ -214,7 +215,7 @@ def cut(span: Span, parts: int) -> list[Span]:
 
 
 class Arrival(NamedTuple):
-    """A `Receive`, and where its messages are written.
+    """A `Receive` step, and the memory to which its messages are written.
 
     A message that is summed with local values is first written to the inbox, from element `inbox` on.
     A message that replaces a span is written to the segment. `batch` is set on the first of several
@@ -228,7 +229,7 @@ class Arrival(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A `Send`. `copy` is None, or the offset of a copy from which the span is sent.
+    """A `Send` step. `copy` is None, or the offset of a copy from which the span is sent.
 
     A copy is needed if the span changes while a slow peer may still be receiving the span. `fill` is
     True if this operation makes the copy, and False if an earlier one has made the copy.
@@ -316,7 +317,7 @@ def _close_batch(run: list[int], arrivals: list[Arrival], ops: list[Op]) -> None
 
 
 def _changes_later(steps: Sequence[Step]) -> list[bool]:
-    """Returns for each step whether it is a `Send` of a span to which a later step adds."""
+    """Returns, for each step, True if it is a `Send` of values to which a later step adds."""
     changes: list[bool] = []
     added: list[Span] = []
     for step in reversed(steps):

@@ -1,4 +1,4 @@
-"""Wire formats: the number formats in which gradients travel, and their cost.
+"""Wire formats: the number formats in which gradients are sent, and their cost.
 
 The built-in formats are number formats of the backends, which every all-reduce algorithm can sum.
 `register_wire` adds further formats; each of them brings its own all-reduce. Functions that take
@@ -54,7 +54,7 @@ class Wire:
 
     @property
     def width(self) -> float:
-        """Returns the mean bytes per element, including an equal share of the block's metadata."""
+        """The mean bytes per element, including its part of the block's metadata."""
         return self.bits / 8 + self.block_bytes / self.block
 
 
@@ -119,7 +119,7 @@ def own_algorithm(wire: str) -> str:
 
 
 def travelling(half: Any, full: Any, wire: str) -> tuple[Any, Any, Any]:
-    """Returns the bytes that a bucket sends and the number of elements that are cast.
+    """Returns how many bytes a bucket sends, and how many of its elements are cast.
 
     Args:
         half: Number of the bucket's elements that are stored in 16 bits.
@@ -149,9 +149,10 @@ def wire_bytes(elements: int, dtype: str, wire: str) -> int:
 
 
 def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
-    """Returns True if the message with the 32-bit elements is at least as large as the 16-bit one.
+    """Returns True if a bucket's 32-bit elements are a larger (or equal) message than its 16-bit ones.
 
-    The bucket's algorithm sums the larger message. The sizes do not include the signals.
+    The bucket's algorithm sums the larger of the two messages. The sizes do not include loss and
+    flags.
 
     Args:
         half: Number of 16-bit elements, including padding.
@@ -165,6 +166,6 @@ def wide_is_bulk(half: Any, full: Any, wire: str) -> Any:
 def keeps_float32(wire: str) -> bool:
     """Returns True if 32-bit elements are sent in 32 bits.
 
-    The signals, which are always sent in fp32, can then be part of the same message.
+    The loss and flags, which are always sent in fp32, can then be part of the same message.
     """
     return wire in (AUTO, "float32")

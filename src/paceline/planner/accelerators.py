@@ -1,7 +1,7 @@
 """Reads the catalog of accelerators, and builds clusters of accelerators.
 
-The catalog is `accelerators.toml` in this folder and gives the source of each figure. A user's file has
-the same form.
+The catalog is `accelerators.toml` in this folder and gives the source of each figure. Users can
+describe further accelerators in files of the same format.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.plan.cluster import Cluster, Link
 
 @dataclass(frozen=True)
 class StepConstants:
-    """Constants that `tools/fit_planner.py` fits to measured systems.
+    """Constants of the step-time model, fitted to measured systems by `tools/fit_planner.py`.
 
     Attributes:
-        matrix_share: The share of the peak FLOP/s that matrix products reach in a step.
-        memory_share: The share of the peak memory bandwidth that a step reaches.
+        matrix_share: The fraction of the peak FLOP/s that matrix products reach in a step.
+        memory_share: The fraction of the peak memory bandwidth that a step reaches.
         layer_cycles: The latency of one forward pass of a layer, in clock cycles of the chip.
         power_exponent: The exponent x in the law that the clock rate is proportional to watts ** x.
         hidden_cost: The value for `Cluster.hidden_cost`.
         depth_cost: The value for `Cluster.depth_cost`.
-        residual: The relative standard error of predictions after the fit.
-        software: The factor by which matrix products are slower with the libraries of a round of MLPerf
-            Training, by chip and round.
+        residual: The relative standard error of predicted step times after the fit.
+        software: The factor by which matrix products are slower with older libraries, by chip and
+            round of MLPerf Training.
     """
 
     matrix_share: float
@@ -56,7 +56,7 @@ def step_constants() -> StepConstants:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured training in one node: `images_per_s` and `batch` of one rank, with `ranks` ranks."""
+    """A measured training of ResNet-50 on `ranks` accelerators: `images_per_s` and `batch` of each."""
 
     images_per_s: float
     batch: int
@@ -66,7 +66,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """The links of a node to other nodes: their number, and their rate `gbps` in Gb/s together.
+    """The network links of a node: their number, and their total bandwidth `gbps` in Gb/s.
 
     `system` is the name of the reference system that has these links.
     """
@@ -91,7 +91,7 @@ TRITON_CAPABILITY = 7.0
 
 @dataclass(frozen=True)
 class Specification:
-    """The entry of an accelerator in a TOML file; `accelerators.toml` explains the keys."""
+    """The description of an accelerator in a TOML file; `accelerators.toml` explains the keys."""
 
     tflops: float
     memory_gb_per_s: float
@@ -111,9 +111,10 @@ class Specification:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator(Specification):
-    """A specification with a name and with values for its optional keys.
+    """An accelerator, with default values for keys that its description omits.
 
-    `is_own` is True for an accelerator from a user's file. The constants were not fitted to it.
+    `is_own` is True if a user's file describes it. The fitted `StepConstants` were not tested with
+    such accelerators.
     """
 
     name: str
@@ -254,8 +255,8 @@ def gpu_cluster(
         gpu: The accelerator.
         nodes: The number of nodes.
         gpus_per_node: The number of accelerators in a node.
-        node_gbps: The rate of all links of a node together in Gb/s; by default as in the accelerator's
-            reference system.
+        node_gbps: The bandwidth of all links of a node together in Gb/s. The default is that of the
+            accelerator's reference system.
         latency_us: The start-up time of a message between nodes in microseconds.
         links: The number of links of a node. The default is 1 if `node_gbps` is given, otherwise the
             number in the reference system.

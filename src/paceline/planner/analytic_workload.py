@@ -1,10 +1,11 @@
-"""`analytic_workload`: predicts the step of a network from its layers and the figures of a chip.
+"""`analytic_workload`: predicts the step time of a network from its layers and a chip's data sheet.
 
-The time of a layer is the larger of the times of its matrix products and its memory traffic, plus a fixed
-latency. Products are computed in tiles, so a batch too small to give each multiprocessor a tile takes as
-long as a batch that does. `tools/fit_planner.py` fits the reached shares of the peaks and the latency to
-measured systems (`step_constants.toml`). These constants hold for all chips with tensor cores. For other
-chips, the times are scaled to one measured training of ResNet-50.
+The time of a layer is the larger of the times of its matrix products and its memory traffic, plus a
+fixed latency. Products are computed in tiles, so a batch too small to give each multiprocessor a
+tile takes as long as a batch that does. `tools/fit_planner.py` fits the latency and the fractions
+of the peaks that are reached to measured systems (`step_constants.toml`). These constants hold for
+all chips with tensor cores. For other chips, the times are scaled to one measured training of
+ResNet-50.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _SCALES = (0.2, 20.0)
 def analytic_workload(
     net: Network, gpu: Accelerator, software: str = "", constants: StepConstants | None = None
 ) -> Workload:
-    """Predicts the compute time of a step, with an input that keeps up.
+    """Predicts the compute time of a step, if the step never waits for input.
 
     Args:
         net: The layers of the model.
@@ -106,7 +107,7 @@ def _width(gpu: Accelerator) -> int:
 
 
 def _forward(layer: Layer, gpu: Accelerator, law: StepConstants) -> float:
-    """Returns the forward seconds of one image in a batch that fills the chip."""
+    """Returns the forward seconds per image of a layer, for a batch that fills the chip."""
     memory = layer.moved * _width(gpu) / (gpu.memory_bytes_per_s * law.memory_share)
     return max(layer.flops / _matrix_rate(gpu, law) if layer.depth else 0.0, memory)
 
@@ -114,7 +115,8 @@ def _forward(layer: Layer, gpu: Accelerator, law: StepConstants) -> float:
 def _filling(layers: Sequence[Layer], gpu: Accelerator, law: StepConstants) -> tuple[float, float]:
     """Returns `fill_s` and `fill_batch` of `Affine`: the extra time of batches that do not fill the chip.
 
-    A layer adds floor · max(0, 1 − batch / full). Over a network, the sum is close to an exponential.
+    A layer with a batch below `full` takes up to `floor` seconds longer: floor · max(0, 1 − batch /
+    full). Over a network, the sum is close to an exponential.
     """
     floors = []
     for layer in layers:
@@ -145,7 +147,7 @@ def _software(gpu: Accelerator, law: StepConstants, software: str) -> float:
 
 
 def _scale(gpu: Accelerator, law: StepConstants) -> tuple[float, str]:
-    """Returns the factor by which a step takes longer than computed, and the basis of the prediction."""
+    """Returns the factor by which computed step times are multiplied, and a text that explains it."""
     if gpu.measured is not None:
         return _measured_scale(gpu, gpu.measured, law), "measured"
     if gpu.like:
@@ -166,8 +168,8 @@ def _measured_scale(gpu: Accelerator, seen: Measured, law: StepConstants) -> flo
     if not _SCALES[0] <= scale <= _SCALES[1]:
         raise ConfigError(
             f"{gpu.name}.measured", seen.images_per_s,
-            f"a step of {1e3 * step:.3g} ms for {seen.batch:,} images, where its peaks and clock allow "
-            f"{1e3 * plain.compute_s(seen.batch):.3g} ms",
+            f"means {1e3 * step:.3g} ms for a step of {seen.batch:,} images, but peaks and clock rate "
+            f"predict {1e3 * plain.compute_s(seen.batch):.3g} ms",
             "check the peaks, images_per_s (of one accelerator) and batch (of one accelerator)",
         )  # fmt: skip
     return scale

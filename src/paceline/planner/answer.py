@@ -1,4 +1,4 @@
-"""The answer of `paceline plan`: the predicted step, the efficiency by number of ranks, and the cost.
+"""Computes what `paceline plan` shows: step time, efficiency by number of ranks, and cost.
 
 `paceline.cli.plan_page` displays the answer. Every point of the scaling curve uses the best plan for its
 number of nodes.
@@ -35,7 +35,7 @@ _CURVE_FIGURES = ("ranks", "images_per_s", "efficiency", "exposed_comm_s", "unce
 
 @dataclass(frozen=True)
 class Question:
-    """The parts of a planning question that do not depend on the number of nodes.
+    """A job to predict: everything except the cluster, so that several clusters can be compared.
 
     Attributes:
         workload: The times of a step of one rank without communication.
@@ -50,17 +50,17 @@ class Question:
     wires: tuple[str, ...] = ("auto",)
 
     def answer(self, cluster: Cluster) -> Prediction:
-        """Predicts the step on a cluster with the best plan."""
+        """Predicts the step time on a cluster, with the best plan for it."""
         plan = best_plan(self.workload, cluster, self.batch, self.algorithms, self.wires)
         return predict(self.workload, cluster, plan, self.batch)
 
     def is_priced(self, cluster: Cluster) -> bool:
-        """Returns True if the cost of at least one allowed algorithm is known for the cluster."""
+        """Returns True if the time of at least one allowed all-reduce algorithm can be predicted."""
         return any(is_priced(name, cluster) for name in self.algorithms)
 
 
 def scaling_curve(question: Question, cluster: Cluster) -> list[Prediction]:
-    """Predicts the step for 1, 2, 4, … nodes and for the nodes of the cluster.
+    """Predicts the step time for 1, 2, 4, … nodes and for the number of nodes of the cluster.
 
     The powers of two go up to twice the nodes of the cluster, or to 16 if that is more. If the links
     between nodes are unknown, the curve contains only the cluster.
@@ -73,7 +73,7 @@ def scaling_curve(question: Question, cluster: Cluster) -> list[Prediction]:
 
 
 def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9) -> int | None:
-    """Finds the largest number of ranks with at least the given efficiency.
+    """Finds the largest number of ranks whose scaling efficiency is at least `efficiency`.
 
     The search goes over whole nodes up to 65,536 ranks. If the links between nodes are unknown, it ends
     after one node.
@@ -98,7 +98,7 @@ def largest_ranks(question: Question, cluster: Cluster, efficiency: float = 0.9)
 
 
 def bound_by(now: Prediction) -> str:
-    """Names the bottleneck of a predicted step."""
+    """Names what limits the speed of a predicted step."""
     if now.input_stall_s > max(now.exposed_comm_s, _NOTABLE * now.step_s):
         return "input"
     if now.exposed_comm_s > _NOTABLE * now.step_s:
@@ -108,7 +108,7 @@ def bound_by(now: Prediction) -> str:
 
 
 def node_gbps(cluster: Cluster) -> float:
-    """Returns the payload rate of all links of a node together in Gb/s."""
+    """Returns the bandwidth of all links of a node together in Gb/s, without protocol overhead."""
     return cluster.links * 8e-9 / cluster.inter.beta_s if cluster.inter.beta_s else math.inf
 
 
@@ -125,7 +125,7 @@ class Answer:
             is less efficient.
         job: The length, data size and prices of the training.
         limits: The limits on batch, time and cost.
-        options: Predictions for further numbers of nodes and batches.
+        options: Predictions for other numbers of nodes and batch sizes.
         recommended: True if the planner chose the batch because the user gave none.
         memory: The memory that a step needs; None if the layers of the model are unknown.
         memory_bytes: The memory of the accelerator; 0 if unknown.
@@ -150,12 +150,12 @@ class Answer:
         cls, question: Question, cluster: Cluster, plan: FusionPlan, *, job: Job, limits: Limits,
         **fields: Any,
     ) -> Answer:  # fmt: skip
-        """Predicts the step with a plan and compares it with other numbers of nodes and batches.
+        """Predicts a job with a plan, and compares it with other numbers of nodes and batch sizes.
 
         Args:
             question: The workload, the batch, and the allowed algorithms and wire formats.
             cluster: The cluster in question.
-            plan: The plan of the gradient exchange.
+            plan: The buckets and algorithms of the gradient all-reduce.
             job: The length, data size and prices of the training.
             limits: The limits on batch, time and cost.
             **fields: Values of further attributes of the answer.
@@ -179,12 +179,12 @@ class Answer:
 
     @property
     def chosen(self) -> Option | None:
-        """The best option that meets --target-minutes and --budget; None if no option does."""
+        """The best of `options` that meets --target-minutes and --budget, or None if none does."""
         return choose(self.options, self.limits)
 
     @property
     def needed_images_per_s(self) -> float:
-        """The images per second at which the input of one node never makes its GPUs wait."""
+        """Images per second that the input pipeline of a node must deliver to keep its GPUs busy."""
         fed_s = self.now.step_s - self.now.input_stall_s
         return self.cluster.ranks_per_node * self.now.batch / fed_s
 
@@ -194,7 +194,7 @@ class Answer:
 
     @property
     def start_up(self) -> StartUp:
-        """The predicted start-up, even if --startup-s replaces it."""
+        """The predicted time until the first step, even if --startup-s replaces it."""
         return start_up(self.now, self.cluster.nodes, nccl=self.job.nccl)
 
     @property

@@ -32,7 +32,7 @@ class NetTensor:
 
 @dataclass(frozen=True)
 class Recomputable:
-    """An activation that can be recomputed from `inputs` activations of the same size."""
+    """An activation that backward can recompute from `inputs` activations of the same size."""
 
     elements: float
     inputs: int
@@ -40,7 +40,7 @@ class Recomputable:
 
 @dataclass(frozen=True)
 class Layer:
-    """The cost of a layer for one image: operations, memory traffic and kept activations.
+    """The cost of a layer for one image: operations, memory traffic and stored activations.
 
     Attributes:
         name: The name of the layer.
@@ -50,14 +50,14 @@ class Layer:
         depth: The number of terms in each sum of a matrix product (input channels times kernel area); 0
             for layers without a matrix product.
         kept: Elements that are stored for the backward pass.
-        unfused: Further elements that are stored if our fused kernels do not run.
+        unfused: Further elements that are stored if Paceline's fused kernels do not run.
         indices: The number of max-pool outputs, whose argmax indices are stored.
         recomputable: The part of `kept` that can be recomputed in the backward pass.
         recomputed: True if `recomputable` is recomputed instead of stored.
         half_kept: Stored elements in half precision, in units of two bytes; None if equal to `kept`. They
             differ because autocast stores copies and some fp32 inputs.
-        windows: Elements that a first convolution stores instead of the images if our fused kernels run
-            (see `_WINDOWS`).
+        windows: Elements that a first convolution stores instead of the images if Paceline's fused
+            kernels run (see `_WINDOWS`).
     """
 
     name: str
@@ -75,12 +75,12 @@ class Layer:
 
     @property
     def recomputed_elements(self) -> float:
-        """Elements that the backward pass recomputes."""
+        """Elements of activations that the backward pass recomputes."""
         return self.recomputable.elements if self.recomputable and self.recomputed else 0.0
 
     @property
     def recompute_traffic(self) -> float:
-        """Elements that the recomputation reads and writes."""
+        """Elements that the backward pass reads and writes to recompute activations."""
         inputs = self.recomputable.inputs if self.recomputable else 0
         return self.recomputed_elements * (inputs + 1)
 
@@ -89,7 +89,7 @@ class Layer:
 
         Args:
             width: The bytes of one activation element.
-            fused: True if our fused kernels run.
+            fused: True if Paceline's fused kernels run.
         """
         kept = self.kept if width > 2 or self.half_kept is None else self.half_kept
         kept -= self.recomputed_elements
@@ -122,11 +122,11 @@ class Network:
 
     @property
     def has_fused_kernels(self) -> bool:
-        """True if there are fused kernels for the model; without them, torch's operators run."""
+        """True if Paceline has fused kernels for the model; without them, torch's operators run."""
         return not self.traced and self.name != "alexnet"
 
     def recomputing_norms(self) -> Network:
-        """Returns the network as it runs with `run.accel.recompute_norms`."""
+        """Returns a copy that recomputes norms in the backward pass (`run.accel.recompute_norms`)."""
         layers = (replace(layer, recomputed=True) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
@@ -150,7 +150,7 @@ class Network:
 
 
 class _Builder:
-    """Follows one image through a network and records its layers."""
+    """Builds the list of a network's layers, in the order in which an image passes them."""
 
     def __init__(self, channels: int, size: int) -> None:
         self.channels, self.size = channels, size
@@ -183,12 +183,13 @@ class _Builder:
         self.recomputable = False
 
     def norm(self, name: str, before: str = "product") -> None:
-        """Records a batch norm. The matrix product before the norm computes the statistics.
+        """Adds a batch norm. The preceding convolution is assumed to compute its statistics.
 
         Args:
             name: The name of the layer.
-            before: The operation that follows. Before a `product` or an `average`, the output of the norm
-                is stored; before a `sum` it is not; before a `pool` only without our fused kernels.
+            before: The operation that follows: `product` (a convolution), `average`, `sum` or
+                `pool`. The output of the norm is stored before a `product` or an `average`; before
+                a `pool` only without fused kernels; before a `sum` never.
         """
         tensors = tuple(
             NetTensor(f"{name}.{part}", self.channels, half=False) for part in ("weight", "bias")
@@ -212,13 +213,13 @@ class _Builder:
     def _shrunk(self, kernel: int, stride: int, padding: int) -> int:
         size = (self.size + 2 * padding - kernel) // stride + 1
         if size < 1:
-            raise ConfigError("--image-size", None, "too small for this model", "224 is usual")
+            raise ConfigError("--image-size", None, "is too small for this model", "224 is usual")
         return size
 
     def residual_sum(self, name: str, recomputable: bool) -> None:
-        """Records a residual sum that is fused with the norm before it and reads the shortcut.
+        """Adds a residual sum, which reads the shortcut and is fused with the norm before it.
 
-        The sum is `recomputable` if the shortcut is stored: from the shortcut and the input of the norm.
+        If the shortcut is stored, the backward pass can recompute the sum from it (`recomputable`).
         """
         size = self.elements
         self.recomputable = recomputable
@@ -263,7 +264,10 @@ def is_network(name: str) -> bool:
 def known_network(
     name: str, image_size: int, num_classes: int = 1000, stem: str = "auto", channels: int = 3
 ) -> Network | None:
-    """Returns the result of `network`; None if the model is unknown or the image size is not usable."""
+    """Returns the layers of a built-in model.
+
+    Returns None if the model is unknown or the image size is not supported.
+    """
     known = is_network(name) and _LEAST_PIXELS <= image_size <= MOST_PIXELS
     return network(name, image_size, num_classes, stem, channels) if known else None
 
@@ -277,7 +281,7 @@ def network(
         name: The name of the model.
         image_size: The edge length of the images in pixels.
         num_classes: The number of outputs of the model.
-        stem: The stem of a ResNet: `imagenet`, `small`, or `auto` to choose by image size as a training.
+        stem: The stem of a ResNet: `imagenet`, `small`, or `auto` for the choice of training.
         channels: The number of channels of an image.
 
     Raises:
@@ -297,14 +301,14 @@ def network(
 
 
 def check_image_size(pixels: int, least: int = 1) -> None:
-    """Checks an image size; raises ConfigError if it is out of range."""
+    """Raises ConfigError if the image size is out of range."""
     if not least <= pixels <= MOST_PIXELS:
         problem = f"must be from {least} to {MOST_PIXELS:,}"
         raise ConfigError("--image-size", pixels, problem, "224 is usual")
 
 
 def check_ends(classes: int, channels: int) -> None:
-    """Checks the number of classes and of image channels; raises ConfigError if one is out of range."""
+    """Raises ConfigError if the number of classes or of image channels is out of range."""
     for flag, value, most in (
         ("--classes", classes, _MOST_CLASSES),
         ("--channels", channels, _MOST_CHANNELS),

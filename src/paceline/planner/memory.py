@@ -1,10 +1,10 @@
 """Estimates the memory of a training step on one GPU, and the largest batch that fits.
 
 The estimate adds up bytes by purpose at the peak of a step, without fitted constants. The purposes are
-weights, fp32 master weights, momentum, gradients (the flat buffers of the exchange and the tensors of the
-backward pass), activations, images, cuBLAS buffers, and the private memory of the CUDA graph. Workspaces
-that cuDNN tries before the first step are left out, because they use free memory only. docs/planner.md
-compares the result with measured peaks.
+weights, fp32 master weights, momentum, gradients (the flat buffers of the all-reduce and the tensors of
+the backward pass), activations, images, cuBLAS buffers, and the private memory of the CUDA graph.
+Workspaces that cuDNN tries before the first step are left out, because they use free memory only.
+docs/planner.md compares the result with measured peaks.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def step_memory(
     net: Network, batch: int, half: bool = True, graphs: bool = True, fused: bool = True,
     on_gpu: bool = True,
 ) -> MemoryEstimate:  # fmt: skip
-    """Estimates the memory of a step.
+    """Estimates the GPU memory that a training step needs.
 
     Args:
         net: The layers of the model.
         batch: The batch of one rank.
         half: True for fp16 or bf16 with fp32 master weights; False for fp32, without master weights.
         graphs: True if the step is captured as a CUDA graph.
-        fused: True if our fused kernels run for models that have them.
+        fused: True if Paceline's fused kernels run for models that have them.
         on_gpu: False for a CPU, which has neither graphs nor cuBLAS buffers.
     """
     width = 2 if half else 4
@@ -88,7 +88,7 @@ def step_memory(
 def memory_on(
     gpu: Accelerator, net: Network, batch: int, half: bool | None = None, fused: bool = True
 ) -> MemoryEstimate:
-    """Estimates the memory of a step on an accelerator.
+    """Estimates the memory that a training step needs on an accelerator.
 
     Args:
         gpu: The accelerator. Fused kernels run only if it supports Triton.
@@ -103,12 +103,13 @@ def memory_on(
 
 
 def _peak(net: Network, batch: int, half: bool, fused: bool, forward: float) -> tuple[float, float]:
-    """Returns the bytes of activations and of parameter gradients when their sum is largest.
+    """Returns the bytes of activations and of parameter gradients at the time of their largest sum.
 
-    At the end of the forward pass, all activations are stored, and `forward` further bytes that the
-    backward pass does not need. The backward pass frees the activations of a layer and produces the
-    layer's gradients. They are copied to the flat gradients when all are ready. While the backward pass
-    is in a layer, the gradients of the layer's input and output exist, and recomputed activations.
+    The forward pass ends with all activations in memory. In addition, it holds `forward` bytes that
+    the backward pass does not need. The backward pass of a layer frees the layer's activations and
+    allocates the gradients of its parameters. It also needs memory for the gradients of the layer's
+    input and output and for recomputed activations. After the last layer, all parameter gradients
+    are copied to flat buffers.
     """
     width = 2 if half else 4
     kept = sum(layer.kept_bytes(width, fused) for layer in net.layers)
@@ -125,14 +126,17 @@ def _peak(net: Network, batch: int, half: bool, fused: bool, forward: float) -> 
 
 
 def usable_bytes(gpu: Accelerator) -> float:
-    """Returns the bytes of an accelerator's memory that a training can use."""
+    """Returns how much of an accelerator's memory a training can use, in bytes."""
     return _USABLE * gpu.memory_bytes - _CONTEXT_BYTES
 
 
 def largest_batch(
     net: Network, gpu: Accelerator, half: bool | None = None, fused: bool = True
 ) -> int:
-    """Returns the largest batch that fits, or 0 if no batch fits. Arguments: see `memory_on`."""
+    """Returns the largest batch size that fits into memory, or 0 if none fits.
+
+    The arguments are those of `memory_on`.
+    """
     sizes = range(1, LARGEST_BATCH + 1)
     return bisect_right(
         sizes, usable_bytes(gpu), key=lambda batch: memory_on(gpu, net, batch, half, fused).total
@@ -142,7 +146,7 @@ def largest_batch(
 def check_memory(
     net: Network, gpu: Accelerator, batch: int, half: bool | None = None, fused: bool = True
 ) -> MemoryEstimate:
-    """Estimates the memory of a step and checks that it fits. Arguments: see `memory_on`.
+    """Estimates the memory of a step and checks that it fits; arguments as in `memory_on`.
 
     Raises:
         ConfigError: If the batch does not fit. The remedy names the largest batches that fit with and

@@ -1,4 +1,4 @@
-"""Reads the parts of a plan file that only the planner needs: measured cluster and profiled step."""
+"""Reads measurements from a plan file: the links of a cluster, and the profile of a step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def planned_cluster(file: PlanFile) -> Cluster:
 
 
 def _points(file: PlanFile) -> dict[str, list[tuple[float, float]]]:
-    """Returns the measured (bytes, seconds) pairs of each algorithm."""
+    """Returns the measured times of each all-reduce algorithm, as pairs of bytes and seconds."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in file.measured:
         for name, seconds in row.medians_s.items():
@@ -80,7 +80,7 @@ def _links(probed: ProbedCluster) -> Cluster:
     within, between = intra or inter, inter or intra
     if not counts or within is None or between is None:
         raise ConfigError(
-            "cluster.ranks", sum(counts), "has no probed links", "tune on at least two ranks"
+            "cluster.ranks", sum(counts), "has no measured links", "tune on at least two ranks"
         )
     # `contention` was measured with all ranks sending, as in a real exchange.
     busy = within.beta_s_per_byte * max(1.0, within.contention)

@@ -1,6 +1,7 @@
-"""Predicts the step of a job with a plan: time of each part, speed, efficiency and uncertainty.
+"""Predicts the step time of a job: its parts, speed, scaling efficiency and uncertainty.
 
-The gradient exchange of a run executes the same plan, so a prediction can be compared with the run.
+The input is a plan: the buckets of gradients and the algorithm of each all-reduce. Training
+executes the same plan, so the prediction can be compared with the run.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _INPUT_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class BucketScore:
-    """The predicted exchange of one bucket.
+    """The predicted all-reduce of one bucket of gradients.
 
-    `ready_s` is the time from the start of the backward pass until the gradients are ready, and `cost_s`
-    is the time of the exchange. `small_algorithm` is the all-reduce algorithm for small messages that are
-    sent in addition to the bulk of the bucket.
+    `ready_s` is the time from the start of the backward pass until the gradients are ready, and
+    `cost_s` is the duration of the all-reduce. `small_algorithm` is the algorithm for the bucket's
+    small messages, such as loss and flags.
     """
 
     tensors: int
@@ -43,7 +44,7 @@ class BucketScore:
 def score_plan(
     plan: FusionPlan, workload: Workload, cluster: Cluster, batch: int
 ) -> list[BucketScore]:
-    """Computes when each bucket is ready, and how long the exchange of each bucket takes.
+    """Computes when the gradients of each bucket are ready, and how long their all-reduce takes.
 
     Raises:
         ConfigError: If the plan is for another model.
@@ -90,7 +91,7 @@ def _score(
 
 @dataclass(frozen=True)
 class Exchange:
-    """The start and end of the exchange of one bucket, in seconds from the start of backward."""
+    """Start and end of the all-reduce of one bucket, in seconds from the start of backward."""
 
     ready_s: float
     start_s: float
@@ -98,11 +99,11 @@ class Exchange:
 
 
 def exchanges(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[Exchange]:
-    """Schedules exchanges: each starts when its bucket is ready and the previous exchange has ended.
+    """Computes when each bucket's all-reduce starts: it waits for its gradients and the previous one.
 
     Args:
-        ready_s: The time at which each bucket is ready, from the start of the backward pass.
-        cost_s: The seconds of the exchange of each bucket.
+        ready_s: For each bucket, seconds from the start of backward until its gradients are ready.
+        cost_s: For each bucket, the duration of its all-reduce in seconds.
     """
     schedule: list[Exchange] = []
     free = 0.0
@@ -114,7 +115,10 @@ def exchanges(ready_s: Sequence[float], cost_s: Sequence[float]) -> list[Exchang
 
 
 def exposed_s(ready_s: Sequence[float], cost_s: Sequence[float], backward_s: float) -> float:
-    """Returns the seconds from the end of the backward pass to the end of the last exchange."""
+    """Returns the seconds of communication after the end of backward.
+
+    The arguments are as for `exchanges`, with the duration of the backward pass.
+    """
     schedule = exchanges(ready_s, cost_s)
     return max(0.0, schedule[-1].end_s - backward_s) if schedule else 0.0
 
@@ -123,8 +127,8 @@ def exposed_s(ready_s: Sequence[float], cost_s: Sequence[float], backward_s: flo
 class StepTimes:
     """The parts of one rank's step in seconds.
 
-    `ready_s` and `cost_s` are as for `exchanges`. `hidden_cost` is the number of seconds by which one
-    second of hidden exchange slows the compute that runs at the same time.
+    `ready_s` and `cost_s` are as for `exchanges`. One second of communication during the backward
+    pass makes the backward pass `hidden_cost` seconds longer.
     """
 
     input_s: float
@@ -136,15 +140,15 @@ class StepTimes:
     hidden_cost: float = 0.0
 
     def overlapped(self) -> float:
-        """Returns the step time if input and exchanges are hidden as far as possible."""
+        """Returns the step time if input and communication overlap with compute as far as possible."""
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return max(self.input_s, self.compute_s() + exposed + self.slowed_s())
 
     def slowed_s(self) -> float:
-        """Returns the seconds by which hidden exchanges slow the backward pass.
+        """Returns the seconds by which concurrent communication slows the backward pass.
 
-        The exchanges are assumed to become slower by the same time, so their exposed part does not
-        change.
+        Communication is assumed to become slower by the same time, so the part after the backward
+        pass does not change.
         """
         exposed = exposed_s(self.ready_s, self.cost_s, self.backward_s)
         return self.hidden_cost * max(0.0, sum(self.cost_s) - exposed)
@@ -155,20 +159,20 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one step on all ranks.
+    """The predicted time of one step on all ranks, with its parts.
 
     Attributes:
         ranks: The number of ranks.
         batch: The batch of one rank.
         step_s: The time of the step in seconds.
         compute_s: The seconds of forward, backward and update on the slowest rank.
-        exposed_comm_s: The seconds of the exchanges after the end of the backward pass.
-        hidden_comm_s: The seconds by which hidden exchanges slow the compute.
+        exposed_comm_s: The seconds of communication after the end of the backward pass.
+        hidden_comm_s: The seconds by which concurrent communication slows the compute.
         input_stall_s: The seconds that the step waits for the input.
         efficiency: The step time of one rank alone, divided by `step_s`.
         uncertainty: The relative standard error of `step_s`.
         scores: The cost and the algorithm of each bucket.
-        exchanges: The start and end of the exchange of each bucket.
+        exchanges: Start and end of the all-reduce of each bucket.
     """
 
     ranks: int
@@ -192,7 +196,7 @@ class Prediction:
         return self.batch / self.step_s
 
     def expected(self) -> Expected:
-        """Returns the predicted times for a plan file, with which a run compares its times."""
+        """Returns the predicted times as a section of a plan file, for comparison with a run."""
         return Expected(
             batch=self.batch,
             step_s=self.step_s,
@@ -224,9 +228,9 @@ def step_times(
     """Computes the parts of a step on the slowest rank, for which all other ranks wait.
 
     Args:
-        workload: The times of a step of one rank without communication.
+        workload: The compute times of a step of one rank.
         cluster: The ranks and the links between them.
-        plan: The plan of the gradient exchange.
+        plan: The buckets and algorithms of the gradient all-reduce.
         batch: The batch of one rank.
         spread: The relative standard deviation of the ranks' compute times.
 
@@ -250,7 +254,7 @@ def step_times(
 
 
 def predict(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) -> Prediction:
-    """Predicts the step of a job. Arguments and errors: see `step_times`."""
+    """Predicts the step time of a job; arguments and errors as in `step_times`."""
     times, scores = step_times(workload, cluster, plan, batch)
     step = times.overlapped()
     compute = times.compute_s()
@@ -276,7 +280,8 @@ def predict(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) 
 def _uncertainty(workload: Workload, cluster: Cluster, plan: FusionPlan, batch: int) -> float:
     """Returns the relative standard error of the step time.
 
-    Changes each uncertain input by one standard error and adds the effects in quadrature.
+    Changes each uncertain input by one standard error, and returns the root of the sum of squared
+    effects.
     """
 
     def step(

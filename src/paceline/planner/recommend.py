@@ -1,7 +1,7 @@
-"""Recommendations of `paceline plan`: the batch, and the number of nodes for a time or a budget.
+"""Recommends a batch size, and a number of nodes for a given time or budget (`paceline plan`).
 
-The time includes start-up and training. The energy assumes that every board draws its power limit, and
-leaves out hosts and cooling. There are no built-in prices.
+The predicted time of a job includes start-up and training. Its energy assumes that every GPU board
+draws its power limit, and leaves out hosts and cooling. There are no built-in prices.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ PACKED_IMAGES_PER_S = 833.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on batch, time and cost.
+    """Limits on the batch size, time and cost of a job.
 
     Attributes:
-        memory_batch: The largest batch that fits one GPU; None if the model's layers are unknown.
+        memory_batch: The largest batch that fits into one GPU's memory; None if the model's layers
+            are unknown.
         global_batch: The largest batch of all GPUs together.
         minutes: The longest time of the job; 0 for no limit.
         budget: The highest cost of the job; 0 for no limit.
@@ -92,12 +93,12 @@ class Limits:
         return self.why == _EPOCH_WHY
 
     def largest(self, ranks: int) -> int:
-        """Returns the largest batch of one GPU; 0 if one image per GPU already exceeds a limit."""
+        """Returns the largest batch of one GPU within the limits, or 0 if even one image exceeds them."""
         known = (self.memory_batch, self.timed_batch)
         return min([self.global_batch // ranks, *(size for size in known if size is not None)])
 
     def near_timed(self, work: Workload) -> Limits:
-        """Adds a limit of twice the largest profiled batch if the memory limit is unknown."""
+        """Limits the batch to twice the largest profiled one if the memory of larger ones is unknown."""
         if self.memory_batch is not None or not work.batches:
             return self
         return replace(self, timed_batch=_TIMED_TIMES * max(work.batches))
@@ -105,7 +106,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Option:
-    """A number of nodes and a batch of one GPU, with the predicted time and cost of the job.
+    """The predicted time and cost of a job with some number of nodes and batch size per GPU.
 
     GPU-hours, cost and energy include the start-up. `cost` is 0 if the price is unknown.
     """
@@ -197,7 +198,7 @@ def start_up(prediction: Prediction, nodes: int, *, nccl: bool) -> StartUp:
 
 
 def candidate_batches(most: int) -> list[int]:
-    """Returns 8, 12, 16, 24, 32, … up to `most`, and `most`."""
+    """Returns the batch sizes 8, 12, 16, 24, 32, … up to `most`, and `most` itself."""
     sizes = {most}
     for power in range(3, most.bit_length()):
         sizes |= {size for size in (1 << power, 3 << (power - 1)) if size <= most}
@@ -205,10 +206,10 @@ def candidate_batches(most: int) -> list[int]:
 
 
 def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> int:
-    """Finds the smallest batch of one GPU whose speed is within 3 % of the highest speed.
+    """Finds the smallest batch per GPU that trains at 97 % or more of the highest speed.
 
-    The input is assumed to keep up. A slow input would limit all batches to the same speed, so the result
-    would not depend on the compute.
+    Assumes that the input pipeline is fast enough. A slow one would limit all batches to the same
+    speed.
 
     Raises:
         ConfigError: If no batch satisfies the limits.
@@ -242,7 +243,7 @@ def recommended_batch(question: Question, cluster: Cluster, limits: Limits) -> i
 
 
 def options(question: Question, cluster: Cluster, limits: Limits, job: Job) -> list[Option]:
-    """Predicts the job for several numbers of nodes, each with up to three batches.
+    """Predicts the job for several numbers of nodes, each with up to three batch sizes.
 
     The numbers are a quarter to four times the nodes of the cluster and, with a limit on time or cost,
     also the powers of two up to 1,024.
@@ -268,7 +269,7 @@ def options(question: Question, cluster: Cluster, limits: Limits, job: Job) -> l
 
 
 def choose(rows: Sequence[Option], limits: Limits) -> Option | None:
-    """Chooses the option with the fewest GPU-hours under a time limit, or else the fastest option.
+    """Chooses the option with the fewest GPU-hours if there is a time limit, else the fastest one.
 
     Returns None if no option meets the limits.
     """
@@ -281,7 +282,7 @@ def choose(rows: Sequence[Option], limits: Limits) -> Option | None:
 
 
 class BatchLimit(NamedTuple):
-    """The largest global batch, the reason for it, and the flag that set it with the flag's value."""
+    """The largest recommended global batch, the reason, and the flag that set it with its value."""
 
     images: int
     why: str = _PUBLISHED_WHY
@@ -293,7 +294,7 @@ def largest_global_batch(
 ) -> BatchLimit:
     """Finds the largest global batch that is recommended.
 
-    The default is the smaller of the paper's batch and the largest batch for which the large-batch rule
+    The default is the smaller of 65,536 and the largest batch for which the rule for large batches
     was tested. The result never exceeds the number of training images.
 
     Args:
@@ -343,12 +344,12 @@ def limits_of(
     net: Network | None, gpu: Accelerator | None, limit: BatchLimit | None = None,
     minutes: float = 0.0, budget: float = 0.0, price: float = 0.0, half: bool | None = None,
 ) -> Limits:  # fmt: skip
-    """Builds limits, including the largest batch that fits the memory of the accelerator.
+    """Builds `Limits`, with the largest batch that fits into the memory of the accelerator.
 
     Args:
         net: The layers of the model, if known.
         gpu: The accelerator, if known.
-        limit: The largest global batch; the paper's batch if None.
+        limit: The largest global batch; 65,536 if None.
         minutes: The longest time of the job; 0 for no limit.
         budget: The highest cost of the job; 0 for no limit.
         price: The price of one GPU for one hour; 0 if unknown.

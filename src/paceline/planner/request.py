@@ -1,4 +1,4 @@
-"""Describes the step and the cluster that a user gives to `paceline plan` or `predict_scaling`.
+"""Checks and reads what a user asks of `paceline plan` or `predict_scaling`: model and cluster.
 
 Errors name the flags of `paceline plan`; `predict_scaling` replaces these names by its arguments.
 """
@@ -33,7 +33,10 @@ from paceline.planner.workload import Workload
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The step to predict: a model on an accelerator, or a profile. None or "" means not given."""
+    """The training step to predict: a model on an accelerator, or a measured profile.
+
+    None or "" means that a value was not given.
+    """
 
     model: str = ""
     gpu: str = ""
@@ -91,7 +94,7 @@ class StepRequest:
         if profiled is None:
             if self.chip is None or net is None:
                 raise ConfigError(
-                    "--gpu", None, "give either --gpu or --profile",
+                    "--gpu", None, "the step is unknown: give either --gpu or --profile",
                     f"known GPUs are {', '.join(catalogue())}",
                 )  # fmt: skip
             return analytic_workload(net, self.chip, self.software)
@@ -104,7 +107,7 @@ class StepRequest:
         return profiled
 
     def _refuse_own(self) -> None:
-        """Raises ConfigError for an argument whose value the profile already determines."""
+        """Raises ConfigError for an argument that the profile already determines."""
         for flag, value in (
             ("--image-size", self.image_size), ("--classes", self.classes),
             ("--channels", self.channels), ("--software", self.software or None),
@@ -127,7 +130,7 @@ class ClusterRequest:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The given arguments of `gpu_cluster`, which cannot be combined with a cluster file."""
+        """The arguments of `gpu_cluster` that the user gave; a cluster file excludes them."""
         names = ("gpus_per_node", "node_gbps", "latency_us", "links", "oversubscription")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -162,7 +165,7 @@ class ClusterRequest:
 def question_about(
     work: Workload, place: Cluster, algorithms: Sequence[str], wires: Sequence[str]
 ) -> Question:
-    """Builds a question with batch 1, which the caller replaces.
+    """Builds a `Question` with a batch size of 1, which the caller replaces.
 
     Without `algorithms`, all algorithms that were measured on the cluster are allowed. If the
     cluster was not measured, all algorithms are allowed.

@@ -1,4 +1,4 @@
-"""`predict_scaling`: the planner as one function, without torch."""
+"""`predict_scaling`: predicts speed and scaling efficiency on a cluster, without torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _ANY_SAMPLES = 10**12
 class ScalingRow:
     """The prediction for one number of nodes.
 
-    `exposed_s` is the exposed communication, and `uncertainty` the relative standard error of `step_s`.
+    `exposed_s` is the time of communication after the backward pass, and `uncertainty` the relative
+    standard error of `step_s`.
     """
 
     nodes: int
@@ -56,7 +57,7 @@ class ScalingPrediction(ScalingRow):
 
     Attributes:
         model: The name of the model.
-        source: The origin of the compute times.
+        source: A text that names the origin of the compute times.
         batch_size: The batch of one rank.
         rows: The predictions for 1, 2, 4, … nodes.
         assumed: Texts about assumed properties of the cluster, by argument.
@@ -218,7 +219,7 @@ def _row(found: Prediction, place: Cluster) -> ScalingRow:
 
 @contextmanager
 def _python_names() -> Iterator[None]:
-    """Replaces the names of flags in errors of the block by the arguments of `predict_scaling`."""
+    """Makes errors in the block name arguments of `predict_scaling` instead of command-line flags."""
     try:
         yield
     except ConfigError as error:

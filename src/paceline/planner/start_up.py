@@ -1,7 +1,7 @@
-"""Estimates the time before the first step: processes, rendezvous, agreement, communicators.
+"""Estimates the time before the first step, in which ranks start, meet and create communicators.
 
-The times of the store were measured (`records/control-plane`). The times of processes and of NCCL are
-assumptions, because Paceline has run on at most four ranks over NCCL.
+The times of the key-value store were measured (`records/control-plane`). Those of starting
+processes and of NCCL are assumptions, because Paceline has run on at most four ranks over NCCL.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class StartUp:
 
     Attributes:
         ranks: The number of ranks.
-        phases: The number of phases in which all ranks agree on something over the store.
+        phases: How often all ranks compare something, such as settings, over the key-value store.
         meet_s: The time of the rendezvous.
-        agree_s: The time of all agreement phases.
+        agree_s: The time of all these comparisons.
         backend_s: The time in which the slowest rank creates its NCCL communicators; 0 for Gloo.
         process_s: The time to start the processes.
     """
@@ -92,7 +92,7 @@ class StartUp:
         return self.process_s + self.meet_s + self.agree_s + self.backend_s
 
     def describe(self) -> str:
-        """Describes the parts in one line and marks the assumed times."""
+        """Describes how long each part of the start-up takes, in one line; marks assumed times."""
         nccl = f", NCCL {self.backend_s:,.0f} s (assumed)" if self.backend_s else ""
         return (
             f"processes {self.process_s:g} s (assumed), rendezvous {self.meet_s:.2g} s, {self.phases} "

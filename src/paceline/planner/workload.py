@@ -1,4 +1,4 @@
-"""`Workload`: the times of one rank's step without communication, as functions of the batch size.
+"""`Workload`: the compute times of one rank's step, as functions of the batch size.
 
 `fit_workload` builds a workload from measured steps, and `analytic_workload` from a network and a chip. A
 time is affine in the batch: a fixed part for launches and latency, and a part for each image. A third
@@ -41,10 +41,11 @@ _ONE_BELOW = 1.17
 
 @dataclass(frozen=True)
 class Affine:
-    """The time `fixed_s` + `per_image_s` · batch + `fill_s` · exp(−batch / `fill_batch`).
+    """A time as a function of the batch size.
 
-    The last term models small batches: a matrix product whose tiles do not fill all multiprocessors takes
-    as long as one whose tiles do.
+    The time is `fixed_s` + `per_image_s` · batch + `fill_s` · exp(−batch / `fill_batch`). The last
+    term models small batches: a matrix product whose tiles do not fill all multiprocessors takes as
+    long as one whose tiles do.
     """
 
     fixed_s: float
@@ -65,7 +66,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class Workload:
-    """The times of one rank's step without communication.
+    """The compute times and gradient sizes of one rank's step, from which a cluster is predicted.
 
     Attributes:
         model: The name of the model.
@@ -102,7 +103,7 @@ class Workload:
                 _check_seconds(f"{name}.{part}", value)
             if times.fill_batch < SHORTEST_S:
                 raise _error(
-                    f"{name}.fill_batch", times.fill_batch, "must be above 0", "make it anew"
+                    f"{name}.fill_batch", times.fill_batch, "must be above 0", "profile it again"
                 )
         _check_seconds("update_s", self.update_s)
         if self.forward.at(1) + self.backward.at(1) < SHORTEST_S:
@@ -110,16 +111,16 @@ class Workload:
         if not 0 <= self.spread <= 1:
             raise _error("spread", self.spread, "must be from 0 to 1", "profile it again")
         if not 0 <= self.image_size <= MOST_PIXELS:
-            raise _error("image_size", self.image_size, "is no edge of images", "profile it again")
+            raise _error("image_size", self.image_size, "is not an image size", "profile it again")
         if any(not 1 <= batch <= LARGEST_BATCH for batch in self.batches):
-            raise _error("batches", list(self.batches), "are no batches", "profile it again")
+            raise _error("batches", list(self.batches), "are not batch sizes", "profile it again")
         self._check_gradients()
 
     def _check_gradients(self) -> None:
         names = Counter(gradient.name for gradient in self.gradients)
         name, count = names.most_common(1)[0]
         if count > 1:
-            raise _error(f"gradients.{name}", None, "is there twice", "profile it again")
+            raise _error(f"gradients.{name}", None, "occurs twice", "profile it again")
         if len(self.gradients) > _MOST_GRADIENTS or self.elements > _MOST_ELEMENTS:
             raise _error(
                 "gradients", len(self.gradients),
@@ -134,21 +135,21 @@ class Workload:
                 )  # fmt: skip
             if not last <= gradient.ready <= 1:
                 raise _error(
-                    f"gradients.{gradient.name}", gradient.ready,
-                    "shares must rise from 0 to 1 in the order of the list", "profile it again",
+                    f"gradients.{gradient.name}.ready", gradient.ready,
+                    "must be 0 to 1, and not below the gradient before it", "profile it again",
                 )  # fmt: skip
             last = gradient.ready
 
     def fed_at(self, images_per_s: float) -> Workload:
-        """Returns the workload with an input of this rate; rate 0 changes nothing."""
+        """Returns a copy whose input pipeline delivers `images_per_s`; 0 changes nothing."""
         return replace(self, input=Affine(0.0, 1 / images_per_s)) if images_per_s else self
 
     def is_extrapolated(self, batch: int) -> bool:
-        """Returns True if `batch` is outside of the range of profiled batches."""
+        """Returns True if `batch` is smaller or larger than all profiled batches."""
         return bool(self.batches) and not min(self.batches) <= batch <= max(self.batches)
 
     def spread_at(self, batch: int) -> float:
-        """Returns the relative standard error of a step with this batch.
+        """Returns the relative standard error of the step time at this batch size.
 
         Between profiled batches, step times deviate slightly from a line. Outside of their range, the
         deviation grows with every doubling, and the line itself is less certain. With a single profiled
@@ -169,7 +170,7 @@ class Workload:
         return math.hypot(line, _LINE, (_LINE_ABOVE if batch > high else _LINE_BELOW) * doublings)
 
     def with_tensors(self, tensors: Mapping[str, tuple[int, bool]]) -> Workload:
-        """Returns the workload with the sizes and formats of gradients that a run really exchanges.
+        """Returns a copy with the gradient sizes and number formats of a run, which may freeze tensors.
 
         Args:
             tensors: For each trained tensor, the number of elements, and True for half precision.
@@ -218,7 +219,7 @@ class Workload:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Workload:
-        """Builds a workload from the table of a file.
+        """Builds a workload from the section `[workload]` of a plan file.
 
         Raises:
             ConfigError: If a field is missing, unknown or out of range, or has the wrong type.
@@ -226,7 +227,7 @@ class Workload:
         work = table.get("workload")
         if not isinstance(work, Mapping) or not isinstance(work.get("gradients"), list):
             problem = "has no [workload] with gradients"
-            raise _error("workload", None, f"not a profile ({problem})", "make it anew")
+            raise _error("workload", None, f"not a profile ({problem})", "profile it again")
         return from_table(cls, "profile", work)
 
 
@@ -241,7 +242,7 @@ def _error(field: str, value: object, problem: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class StepAnatomy:
-    """The parts of one measured step in seconds.
+    """How one measured step divides into forward, backward and update, in seconds.
 
     `gradients` lists the gradients in the order in which they become ready: name, number of elements,
     True for half precision, and seconds from the start of the backward pass.
@@ -257,12 +258,12 @@ def fit_workload(
     model: str, steps: Sequence[tuple[int, float]], anatomy: StepAnatomy, source: str,
     image_size: int = 0, device: str = "",
 ) -> Workload:  # fmt: skip
-    """Fits a workload to measured steps.
+    """Builds a workload from the measured times of steps with several batch sizes.
 
     Args:
         model: The name of the model.
         steps: The batch size and the seconds of each measured step.
-        anatomy: The parts of one step. They determine how the seconds of `steps` are divided.
+        anatomy: The parts of one step, by which the time of each step is divided.
         source: A text about the origin of the times.
         image_size: The edge length of the images in pixels; 0 if unknown.
         device: The device of the measurement, "cpu" or "cuda".
@@ -275,7 +276,7 @@ def fit_workload(
         if large > small and slower <= faster:
             raise ConfigError(
                 "--batch-size", f"{small}, {large}",
-                f"a step of {large} took {1e3 * slower:.3g} ms, one of {small} {1e3 * faster:.3g}",
+                f"{large} images took {1e3 * slower:.3g} ms, but {small} took {1e3 * faster:.3g} ms",
                 "profile on a quiet machine, or with batches further apart",
             )  # fmt: skip
     # The update does not depend on the batch. With several batches, it cannot exceed the intercept of the

@@ -1,4 +1,4 @@
-"""Rehearsals: one process trains in place of a cluster's ranks, and predicts the times there."""
+"""Rehearsals: one process computes the training of a whole cluster, and predicts the time there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""`ClusterClock`: the predicted times of the cluster that a rehearsal simulates.
+"""`ClusterClock`: the predicted times of training on the cluster that a rehearsal simulates.
 
-`cluster_clock` creates it: the planner predicts the time of a step, an evaluation and the start-up
-with the fusion plan of the run.
+`cluster_clock` creates it from the planner's predictions for a step, an evaluation and the start-up.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from paceline.rehearsal.settings import RehearsalSettings
 
 @dataclass(frozen=True)
 class ClusterClock:
-    """Predicted seconds of a step, an evaluation and the start-up on the cluster.
+    """Predicted seconds of a step, of an evaluation and of the start-up on the cluster.
 
     `uncertainty` is the relative standard error of the step time.
     """
@@ -82,14 +81,14 @@ class RehearsedCluster:
 
     @property
     def watts(self) -> float:
-        """Returns the watts of one GPU's board; 0 if the settings name no GPU."""
+        """Power of one GPU in watts, or 0 if the settings name no GPU."""
         return accelerator(self.settings.gpu).watts if self.settings.gpu else 0.0
 
     def network(
         self, model: str, image_size: int, classes: int, stem: str = "auto",
         count: Callable[[], Network] | None = None, *, channels: int = 3,
     ) -> Network | None:  # fmt: skip
-        """Returns the model's layers, from which the step on a GPU of the catalog is predicted.
+        """Returns the model's layers, from which the planner predicts the time of a step.
 
         Returns None if the settings name no GPU, or if the step is measured and the layers are
         unknown.
@@ -170,14 +169,14 @@ class RehearsedCluster:
         self, model: str, image_size: int, net: Network | None = None,
         tensors: Mapping[str, tuple[int, bool]] | None = None,
     ) -> Workload | None:  # fmt: skip
-        """Returns the workload of one rank's step; None if it can be neither read nor predicted.
+        """Returns times and gradient sizes of one rank's step, or None if no setting gives them.
 
         Args:
             model: The name of the model.
             image_size: Side of an image in pixels.
             net: The layers of the model, from which the step is predicted if it is not measured.
             tensors: By the name of each trained tensor: the number of elements, and True for half
-                precision. A step that lacks one of these tensors is refused.
+                precision. A measured step without one of these tensors is an error.
         """
         work: Workload | None = None
         if self.settings.profile:
@@ -198,7 +197,7 @@ class RehearsedCluster:
         return work
 
     def start_up(self, plan: FusionPlan) -> StartUp:
-        """Predicts the time of the start-up: processes, rendezvous, agreement, process groups."""
+        """Predicts the time to start processes, meet in the rendezvous and create process groups."""
         settings, probed = self.settings, None
         if settings.cluster:
             probed = self._file("cluster").probed
@@ -214,7 +213,7 @@ class RehearsedCluster:
         )
 
     def place(self) -> Cluster:
-        """Returns the cluster with its links, measured or from the reference system of the GPU."""
+        """Returns the cluster with its links: measured, or those of the GPU's reference system."""
         if self.settings.cluster:
             file = self._file("cluster")
             tuned = planned_cluster(file)
@@ -237,7 +236,7 @@ class RehearsedCluster:
 
     @property
     def assumed_links(self) -> tuple[str, ...]:
-        """Describes what is assumed about links between nodes, because no setting gives it."""
+        """Describes the link speeds that are assumed because no setting gives them."""
         if self.settings.cluster or not self.settings.gpu or self.settings.nodes < 2:
             return ()
         given = {"node_gbps"} if self.settings.node_gbps is not None else set()
@@ -253,8 +252,8 @@ def cluster_clock(
 
     Args:
         settings: The settings that describe the cluster.
-        plan: The fusion plan of the gradient exchange.
-        work: The workload of one rank's step.
+        plan: The buckets and algorithms of the gradient all-reduce.
+        work: The times and gradient sizes of one rank's step.
         batch: Number of images in a rank's micro-batch.
         accumulation: Number of micro-batches of a rank in a step.
         validation: Number of images in an evaluation, of all ranks together.

@@ -1,10 +1,10 @@
-"""`RehearsedExchange`: the gradient exchange of many ranks in one process.
+"""`RehearsedExchange`: the gradient all-reduce of many ranks in one process.
 
 The ranks of the cluster are virtual: this process computes their gradients one rank after the
 other, and calls `end_rank` after each. Each bucket is rounded to its wire format and added to the
 partial sums of earlier ranks, in the order and with the roundings of the plan's algorithm
 (`reduction`). So the sums are bit-identical to those on the cluster. `reduce` then writes the sums
-to the gradient buffers, like an exchange over a network.
+to the gradient buffers, like an all-reduce over a network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.rehearsal.reduction import ROW, WIDE, Plane, Reduction, compile_re
 
 
 def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Groups:
-    """Returns the groups into which an exchange on these nodes divides the ranks.
+    """Returns the groups of ranks between which hierarchical all-reduces communicate.
 
     Args:
         nodes: Number of nodes.
@@ -39,7 +39,7 @@ def cluster_groups(nodes: int, ranks_per_node: int, group_size: int = 0) -> Grou
 
 
 def rank_order(ranks: int, plan: FusionPlan) -> range:
-    """Returns the order in which the ranks are computed so that few partial sums must be kept.
+    """Returns the order in which to compute the ranks, so that few partial sums must be kept.
 
     Gloo's own ring adds ranks in descending order, and Paceline's algorithms add them in ascending
     order. The sums do not depend on the order in which ranks are computed.
@@ -83,7 +83,7 @@ class VirtualAllReduce:
         self._come += 1
 
     def result(self, into: Tensor) -> None:
-        """Writes the sum to the buffer `into`. All ranks must have been added."""
+        """Writes the sum to `into`. All ranks must have been added."""
         assert self._come == len(self._reduction.arrivals), "ranks are missing"
         for plane, start, stop in self._reduction.result:
             into[start:stop].copy_(self._part(plane, start, stop))
@@ -97,7 +97,7 @@ class VirtualAllReduce:
 
 
 class RehearsedExchange(GradientExchange):
-    """Sums the gradients of virtual ranks in one process, in place of an exchange over a network.
+    """Sums the gradients of virtual ranks in one process, in place of an all-reduce over a network.
 
     In a step, the caller first calls `begin`. Then it runs, for each rank in `order`, the
     micro-steps of that rank and calls `end_rank`. At the end it calls `reduce`.
@@ -140,7 +140,7 @@ class RehearsedExchange(GradientExchange):
 
     @property
     def held_bytes(self) -> int:
-        """Returns the bytes of memory for the partial sums of all buckets."""
+        """Bytes of memory for the partial sums of all buckets."""
         return sum(reduce.held_bytes for bucket in self._reduces for reduce in bucket)
 
     @property
@@ -157,7 +157,7 @@ class RehearsedExchange(GradientExchange):
     def end_rank(self, loss: Tensor) -> None:
         """Adds the gradients of the current rank to the sums, after the rank's last micro-step.
 
-        `loss` is the loss of that rank. The next rank of `order` follows.
+        `loss` is the loss of that rank. Afterwards, the next rank of `order` is the current one.
         """
         self._write_tail(loss, Signals())
         for number, bucket in enumerate(self._reduces):
@@ -167,7 +167,7 @@ class RehearsedExchange(GradientExchange):
         self._forget()
 
     def reduce(self, loss: Tensor, signals: Signals) -> None:
-        """Writes the sums of all ranks to the gradient buffers, and publishes the signals.
+        """Writes the summed gradients of all ranks to the gradient buffers, and passes on `signals`.
 
         If a rank is missing because of a failure or a stop, the buffers are set to 0, and the
         signals report the reason.

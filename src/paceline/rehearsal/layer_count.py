@@ -1,10 +1,10 @@
 """Counts the layers of any model in one traced forward pass on the meta device.
 
-Nothing is computed, because tensors on the meta device have only shapes. For each operation, the
-count has the floating-point operations by torch's own formulas, the elements of activations read
-and written, and the elements that autograd saves for the backward pass. The count assumes that
-elementwise work on an activation is fused into the operation before it, and that attention is one
-kernel.
+Nothing is computed, because tensors on the meta device have only shapes. For each layer, the result
+contains the number of floating-point operations by torch's own formulas, the elements of
+activations read and written, and the elements that autograd saves for the backward pass. The count
+assumes that elementwise work on an activation is fused into the operation before it, and that
+attention is one kernel.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def count_module(model: nn.Module, name: str, image_size: int, channels: int = 3
 
 
 def _half_kept(model: nn.Module, images: Tensor) -> list[float]:
-    """Returns what each layer saves for the backward pass in half precision, in units of 2 bytes.
+    """Returns the memory that each layer saves for backward in half precision, in units of 2 bytes.
 
     Returns an empty list if the model does not run in the number formats that `_Formats` sets. The
     planner then assumes two bytes for each element that was counted in fp32.
@@ -144,7 +144,7 @@ def _traced(model: nn.Module, images: Tensor, *, half: bool) -> tuple[Layer, ...
 
 
 class _Formats(TorchFunctionMode):
-    """Intercepts torch functions: casts inputs like autocast, and calls attention as one kernel.
+    """Intercepts torch functions to cast inputs as autocast does, and to call attention as one kernel.
 
     Inputs are cast only if `half` is True.
     """
@@ -171,7 +171,7 @@ class _Formats(TorchFunctionMode):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Computes attention by one kernel, without the mask, which does not affect the count.
+    """Calls attention as one kernel, without the mask, which does not affect the count.
 
     Autograd saves the inputs and the output of this kernel, and the log-sum-exp of each row.
     """

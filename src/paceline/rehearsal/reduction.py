@@ -40,10 +40,10 @@ _ROW: Plane = (ROW, 0)
 
 
 class Instruction(NamedTuple):
-    """Computes `into` ← `into` + `term` on the elements `start` to `stop` of the buffer.
+    """One addition or copy, on the elements `start` to `stop` of a gradient buffer.
 
-    If `first` is given, the instruction computes `into` ← `first` + `term`. If `adds` is False, it
-    computes `into` ← `term`.
+    The instruction computes `into` ← `into` + `term`; if `first` is given, `into` ← `first` +
+    `term`; if `adds` is False, `into` ← `term`.
     """
 
     into: Plane
@@ -58,11 +58,11 @@ class Reduction(NamedTuple):
     """The instructions that sum a buffer over all ranks.
 
     Attributes:
-        arrivals: For each rank, in the order in which ranks are added, the instructions for its
-            row.
+        arrivals: For each rank, in the order in which ranks are added, the instructions that add
+            its buffer.
         result: The planes that hold the final sum, each with the first and last element
             (exclusive).
-        planes: The range of elements for which each plane needs memory.
+        planes: The range of elements for which each plane (memory for partial sums) is needed.
     """
 
     arrivals: tuple[tuple[Instruction, ...], ...]
@@ -120,14 +120,14 @@ def compile_reduction(
 
 
 def _renumbered(plane: Plane, segment: int, segments: int) -> Plane:
-    """Returns the plane with a number that is unique among the planes of all segments."""
+    """Returns the plane (memory for partial sums) with a number that is unique among all segments."""
     return plane if plane == _ROW else (plane[0], plane[1] * segments + segment)
 
 
 class _Trees(NamedTuple):
     """The trees of additions of one segment, with a tree for each stretch between two `bounds`.
 
-    Nodes are integers. A node below the number of ranks is a leaf, the row of that rank. `kind`,
+    Nodes are integers. A node below the number of ranks is a leaf, the buffer of that rank. `kind`,
     `left` and `right` describe the remaining nodes in their order. `roots` has the root of each
     stretch.
     """
@@ -144,7 +144,7 @@ _GLOO_MOST_BYTES, _GLOO_LEAST_MESSAGES = 1 << 20, 2
 
 
 def _gloo_ring(ranks: int, length: int, item_bytes: int) -> _Trees:
-    """Returns the additions of Gloo's ring all-reduce, whose order was found by tests.
+    """Returns the order of additions in Gloo's ring all-reduce, which was found by tests.
 
     Gloo divides a buffer into equal chunks of whole messages, one chunk for each rank. Chunk c
     starts on rank c − 1 and is sent to ever lower ranks, each of which adds its own values and
@@ -169,7 +169,7 @@ def _gloo_ring(ranks: int, length: int, item_bytes: int) -> _Trees:
 
 
 def _play(chosen: Algorithm, groups: Groups, segment: Segment) -> _Trees:
-    """Simulates the schedule of all ranks with symbols, and returns the resulting additions.
+    """Simulates an all-reduce with symbols for the ranks' values, and returns the additions.
 
     Each rank runs until it waits for a message that has not been sent. The result does not depend
     on the order in which ranks are simulated.
@@ -220,7 +220,7 @@ def _steps(
 
 
 class _Symbols:
-    """The state of a simulation: which node each rank holds for each stretch of the buffer.
+    """State of a simulated all-reduce: the tree node that each rank holds for each range of elements.
 
     For 16-bit elements, `_wide` contains the nodes of a rank's fp32 sums.
     """
@@ -276,7 +276,7 @@ _Op = tuple[Plane, Plane, Plane | None, bool]
 
 
 class _Program:
-    """The instructions of one segment, as lists `steps[rank][stretch]`.
+    """The instructions for one segment of the buffer: `steps[rank][stretch]` is a list.
 
     A plane is reused for another value as soon as the previous value is no longer needed.
     """
@@ -291,7 +291,7 @@ class _Program:
             self._roots.append(self._compile(trees, stretch, root))
 
     def arrival(self, rank: int, start: int, segment: int, segments: int) -> Iterator[Instruction]:
-        """Yields the instructions for the row of `rank`; neighbouring stretches share equal ones.
+        """Yields the instructions that add the buffer of `rank`; neighboring stretches share equal ones.
 
         Stretches are independent. So the first instruction of every stretch is yielded before the
         second instruction of any.
@@ -384,7 +384,6 @@ class _Program:
 
 
 def _parents(trees: _Trees, ranks: int, root: int) -> dict[int, int]:
-    """Returns the parent of each node in the tree with this root."""
     parent_of: dict[int, int] = {}
     stack = [root]
     while stack:

@@ -20,22 +20,22 @@ class RehearsalSettings:
     """The cluster that a rehearsal simulates, and data from which the speed there is predicted."""
 
     nodes: int = 0
-    """Nodes of the cluster; a rehearsal needs them."""
+    """Nodes of the cluster; required."""
     gpus_per_node: int = 8
-    """Ranks of each of its nodes."""
+    """Ranks on each node."""
     gpu: str = ""
-    """Its accelerator, from the planner's catalog, such as `H100`, or a TOML file that describes another
-    (docs/planner.md); for the predicted times."""
+    """GPU, for the predicted times: a name of the planner's catalog, such as `H100`, or a TOML file
+    that describes another (docs/planner.md)."""
     profile: str = ""
-    """File of `paceline profile` or `tune` with the measured step of this model, in place of one that is
-    predicted from its layers."""
+    """File of `paceline profile` or `tune` with the measured step of this model; unset, predicted
+    from its layers."""
     cluster: str = ""
-    """File of `paceline tune` with the cluster's measured links, or with known ones, instead of
-    `node_gbps`."""
+    """File with the links of the cluster, as `paceline tune` writes it; replaces `node_gbps`."""
     node_gbps: float | None = None
-    """All links of a node together, in Gb/s; unset, those of the reference system of `gpu`."""
+    """Bandwidth of all network links of a node together, in Gb/s; unset, that of the reference
+    system of `gpu`."""
     input_images_per_s: float = 0.0
-    """Images that the input of one rank delivers in a second; 0: enough."""
+    """Images per second that the input pipeline of a rank delivers; 0: never the bottleneck."""
     eval_s: float | None = None
     """Seconds of one evaluation on the cluster; unset, predicted from the forward pass."""
     startup_s: float | None = None

@@ -1,6 +1,6 @@
 """`Rehearsal`: one process computes all ranks of a cluster, and predicts the times there.
 
-`VirtualStatistics` contains the running batch-norm statistics of each of these ranks.
+`VirtualStatistics` keeps the running batch-norm statistics of each of these ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FRUGAL = ("hierarchical", "torus2d", "tree")
 
 
 class VirtualStatistics(BatchNormState):
-    """The running batch-norm statistics of all virtual ranks, one row of `kept` for each.
+    """The running batch-norm statistics of all simulated ranks, one row of `kept` for each.
 
     The model's layers use the statistics in `flat`. `load` copies a rank's row to `flat`, and
     `store` copies `flat` back to that row.
@@ -82,10 +82,11 @@ class VirtualStatistics(BatchNormState):
 
 
 class Rehearsal(Synchronous):
-    """Computes the micro-batches of each virtual rank with its own batch-norm statistics.
+    """Trains as all ranks of a cluster together would, in one process.
 
-    The exchange adds the gradients of all virtual ranks. The predicted clock advances with every step
-    and evaluation.
+    Computes the micro-batches of each virtual rank with its own batch-norm statistics, and adds up
+    the gradients of all virtual ranks as their all-reduce would. The predicted clock advances with
+    every step and evaluation.
     """
 
     name = "rehearsal"
@@ -125,7 +126,7 @@ class Rehearsal(Synchronous):
         self._layers = self._count_layers(model, classes)
 
     def _count_layers(self, model: nn.Module, classes: int) -> Network | None:
-        """Returns the layers from which the step time is predicted; None if they are not needed."""
+        """Returns the layers from which the step time is predicted, or None if they are not needed."""
         config = self.config
         name, pixels, channels = config.model.name, config.data.image_size, config.data.channels
 
@@ -212,7 +213,7 @@ class Rehearsal(Synchronous):
         return {**super().describe(), "clock": clock}
 
     def start(self, training: Training) -> None:
-        """Starts the predicted clock, or continues the clock of the checkpoint.
+        """Starts to add up predicted times, from 0 or from the predicted time in the checkpoint.
 
         If the checkpoint has no predicted time, its steps are assumed to take as long as later
         ones.
@@ -252,7 +253,7 @@ class Rehearsal(Synchronous):
         return fields
 
     def _advanced(self, seconds: float) -> dict[str, Any]:
-        """Advances the predicted time by `seconds`, and returns it as a field for the records.
+        """Advances the predicted time by `seconds`, and returns it as a field for metrics.jsonl.
 
         Returns no field if there is no clock.
         """

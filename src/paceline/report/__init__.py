@@ -1,7 +1,8 @@
 """Tables, charts and HTML pages of run folders, without torch.
 
-The package exports the names that a training uses when it ends. Commands import the modules for
-comparisons (`compare_page`, `comparison`, `compare_runs`) and live pages (`server`, `live_run`) directly.
+The package exports the functions that `paceline train` calls at its end. Commands import the
+modules for comparisons (`compare_page`, `comparison`, `compare_runs`) and live pages (`server`,
+`live_run`) directly.
 """
 
 from paceline.report.bottleneck import bound_by

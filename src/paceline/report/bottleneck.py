@@ -23,11 +23,11 @@ _STRAGGLER_MIN_STEPS = 5
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that nearly always arrives last.
+    """The rank for whose gradients the other ranks nearly always wait.
 
     Attributes:
         rank: The number of the rank.
-        share_last: The fraction of steps in which this rank arrives last.
+        share_last: The fraction of steps in which this rank ends its backward pass last.
         lost_s: The median seconds per step that the other ranks wait for this rank.
     """
 
@@ -45,13 +45,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class ExposedWaits:
-    """The waits of the ranks for the gradient exchange after their own backward pass, for each step.
+    """How long ranks wait for the gradient all-reduce after their backward pass, in each step.
 
-    The rank that arrives last waits only for the exchange. All other ranks also wait for that rank.
+    The rank that ends its backward pass last waits only for communication. All other ranks also
+    wait for that rank.
 
     Attributes:
         step: The step numbers; the following arrays have one entry for each of these steps.
-        last: The rank that arrived last.
+        last: The rank that ended its backward pass last.
         least_s: The wait of the last rank in seconds.
         other_ranks_s: The median wait of the other ranks in seconds.
         complete: True if the waits of all ranks are known.
@@ -68,7 +69,7 @@ class ExposedWaits:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> ExposedWaits:
-        """Computes the waits; all arrays are empty for one rank or without `exposed_comm_s`."""
+        """Computes the waits of a run; arrays are empty for one rank or without recorded waits."""
         step_s = middle(run.steps()["step_s"]) or 0.0
         none = np.zeros(0)
         if (finite(run.start, "world_size") or 1) <= 1:
@@ -86,18 +87,21 @@ class ExposedWaits:
 
     @property
     def exposed_s(self) -> float | None:
-        """The median wait of the rank that arrived last, or None if no rank ever waited."""
+        """The median wait in seconds of the rank that ended its backward pass last.
+
+        None if no rank ever waited.
+        """
         return middle(self.least_s) if self.least_s.any() else None
 
     def describe(self) -> str:
-        """Returns text such as `12.3 ms a step (8 %)`."""
+        """Returns the exposed communication as text such as `12.3 ms a step (8 %)`."""
         if self.exposed_s is None:
             return ""
         share = 100 * self.exposed_s / self.step_s if self.step_s > 0 else None
         return f"{format_duration(self.exposed_s)} a step ({format_percent(share, 0)})"
 
     def straggler(self) -> Straggler | None:
-        """Returns the rank that is nearly always last and notably late, or None if no rank is."""
+        """Returns the rank for which the others nearly always wait notably, or None if there is none."""
         last = self.last[self.complete]
         if len(last) < _STRAGGLER_MIN_STEPS:
             return None
@@ -114,7 +118,7 @@ _Waits = tuple[Ints, Ints, Floats, Floats, Bools]
 
 
 def _waits_of_ranks(run: RunFiles) -> _Waits:
-    """Computes the waits from the step records of each rank."""
+    """Computes how long each rank waited for the all-reduce, from the step records of each rank."""
     step = np.unique(np.concatenate([run.steps(rank).number for rank in run.ranks]))
     waits = np.full((len(run.ranks), len(step)), np.nan)
     for row, rank in enumerate(run.ranks):
@@ -140,7 +144,7 @@ def _waits_of_ranks(run: RunFiles) -> _Waits:
 
 
 def _waits_of_records(records: list[Record]) -> _Waits:
-    """Reads the waits from rank 0's records about all ranks; skips damaged records."""
+    """Reads the waits of all ranks from rank 0's records; skips damaged records."""
     rows = []
     for record in records:
         exposed = record.get("exposed_comm_s")
@@ -154,7 +158,7 @@ def _waits_of_records(records: list[Record]) -> _Waits:
 
 
 def first_after_start(run: RunFiles, rank: int = 0) -> Bools:
-    """Marks the first step after each start.
+    """Returns a mask of the first step after each start or resume.
 
     This step is slow because it fills the input pipeline, compiles, and captures CUDA graphs.
     """
@@ -164,12 +168,12 @@ def first_after_start(run: RunFiles, rank: int = 0) -> Bools:
 
 @dataclass(frozen=True)
 class InputStall:
-    """Time that the device waits for its input.
+    """Time in which the device waits for a batch.
 
     Attributes:
-        steps: The number of steps with a measured stall.
+        steps: The number of steps for which the wait was measured.
         step_s: The total time of these steps in seconds.
-        causes: The seconds of stall by cause, largest first.
+        causes: The seconds of waiting by cause, such as `decode`, largest first.
     """
 
     steps: int
@@ -179,7 +183,7 @@ class InputStall:
     @classmethod
     @computed_once
     def of(cls, run: RunFiles, rank: int = 0) -> InputStall:
-        """Sums the stalls of a rank; leaves out the first step after each start."""
+        """Sums the waits of a rank for its batches; leaves out the first step after each start."""
         steps = run.steps(rank)
         measured = ~np.isnan(steps["input_stall_s"]) & ~np.isnan(steps["step_s"])
         measured &= ~first_after_start(run, rank)
@@ -196,12 +200,12 @@ class InputStall:
 
     @property
     def share(self) -> float:
-        """The share of the step time that is stall, from 0 to 1."""
+        """The fraction of the step time in which the device waits for a batch, from 0 to 1."""
         return self.stall_s / self.step_s if self.step_s > 0 else 0.0
 
     @property
     def main_cause(self) -> str:
-        """The cause with the most stall; empty if stalls take less than 5 % of the step time."""
+        """The cause of most of the waiting; empty if it takes less than 5 % of the step time."""
         return next(iter(self.causes), "") if self.share >= _NOTABLE else ""
 
     def describe(self) -> str:
@@ -215,7 +219,7 @@ class InputStall:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The parts of a typical step in seconds.
+    """How a typical step divides into compute, communication and waiting, in seconds.
 
     `input_s` is a mean, because a median hides stalls that come in bursts. The other times are medians.
     """
@@ -231,7 +235,7 @@ class MeasuredStep:
 
     @classmethod
     def of(cls, run: RunFiles) -> MeasuredStep | None:
-        """Computes the parts; returns None if the run has no step yet."""
+        """Computes the times from a run's records; returns None if the run has no step yet."""
         step_s = middle(run.steps()["step_s"])
         if step_s is None:
             return None
@@ -241,7 +245,7 @@ class MeasuredStep:
 
 
 def bound_by(run: RunFiles) -> str | None:
-    """Names the bottleneck, such as `exposed communication, 31 % of a step`; None without steps."""
+    """Names what limits the speed, as `exposed communication, 31 % of a step`; None without steps."""
     measured = MeasuredStep.of(run)
     if measured is None:
         return None
@@ -262,7 +266,7 @@ def bound_by(run: RunFiles) -> str | None:
 
 
 def overloaded_host(run: RunFiles) -> str | None:
-    """Describes the rank whose threads wait longest for CPU cores; None if no steps are slowed."""
+    """Describes the rank whose threads wait longest for CPU cores; None if this slows no steps."""
     waits = {
         rank: middle(run.steps(rank)["core_wait_share"]) or 0.0
         for rank in run.ranks

@@ -32,8 +32,8 @@ class Line:
         name: The name in the legend and on hover; a line with an empty name has neither.
         points: The (x, y) pairs.
         colour: The number of a series colour in the style sheet, from 1.
-        faint: Draws the line thin and behind the other lines.
-        dashed: Draws the line dashed.
+        faint: If True, draws the line thin and behind the other lines.
+        dashed: If True, draws the line dashed.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Chart:
         x_label: The label of the x axis.
         lines: The lines to draw.
         x_range: The ends of the x axis. The default fits the lines; one range aligns several charts.
-        log: Makes the y axis logarithmic.
-        from_zero: Lets the y axis include zero.
+        log: True for a logarithmic y axis.
+        from_zero: True if the y axis must include zero.
         markers: Events on the x axis.
         show_value: Formats y values.
         note: A remark next to the title.
-        legend: Draws a legend. False if the page names the lines elsewhere.
-        log_x: Makes the x axis logarithmic.
+        legend: True to draw a legend. False if the page names the lines elsewhere.
+        log_x: True for a logarithmic x axis.
     """
 
     title: str
@@ -185,7 +185,7 @@ def _line(chart: Chart, line: Line, x_axis: Axis, y_axis: Axis) -> list[str]:
 
 
 def _strips(chart: Chart, x_axis: Axis) -> list[str]:
-    """Draws invisible columns over the plot that list the values below them on hover."""
+    """Draws invisible vertical strips that list the values at their position on hover."""
     columns: dict[int, tuple[float, dict[str, str]]] = {}
     for line in filter(lambda line: line.name, chart.lines):
         for x, y in line.points:
@@ -226,11 +226,12 @@ _BAR_WIDTH, _BAR_HEIGHT = 1000.0, 26.0
 
 
 def share_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
-    """Draws a bar that is divided by shares, as one `<svg>` element, and a legend.
+    """Draws a bar that shows how a whole divides into parts, as one `<svg>` element, and a legend.
 
     Args:
         title: A title for screen readers.
-        parts: Name, share and style class of each part. The shares sum to one; zero shares are not drawn.
+        parts: Name, fraction of the whole and style class of each part. The fractions sum to one;
+            parts of zero are not drawn.
     """
     drawn, items, x = [], [], 0.0
     shown = [part for part in parts if part[1] > 0]
@@ -279,9 +280,9 @@ class Axis:
 
         Args:
             values: The values on the axis.
-            tight: Ends the axis at the smallest and largest value instead of at ticks.
-            from_zero: Includes zero.
-            log: Makes the axis logarithmic if all values are positive.
+            tight: True to end the axis at the smallest and largest value instead of at ticks.
+            from_zero: True to include zero.
+            log: True for a logarithmic axis, if all values are positive.
             target_ticks: The approximate number of ticks.
         """
         known = list(values) or [0.0, 1.0]
@@ -309,14 +310,14 @@ class Axis:
         return cls(10.0**first, 10.0**last, ticks, log=True)
 
     def fraction(self, value: float) -> float:
-        """Returns the position of a value: 0 at the low end, 1 at the high end."""
+        """Returns the position of a value on the axis: 0 at the low end, 1 at the high end."""
         if self.log:
             span = math.log10(self.high / self.low)
             return math.log10(max(value, self.low) / self.low) / span
         return (value - self.low) / (self.high - self.low)
 
     def labels(self) -> list[str]:
-        """Formats the ticks with the same number of decimals."""
+        """Returns the texts of the ticks, all with the same number of decimals."""
         if self.log:
             return [f"{tick:,g}" if 1e-3 <= tick < 1e4 else _power(tick) for tick in self.ticks]
         return tick_labels(self.ticks)
@@ -365,7 +366,7 @@ def tick_labels(ticks: Iterable[float]) -> list[str]:
 
 
 def _power(value: float) -> str:
-    """Formats a power of ten as `10k` or `1M`, otherwise in scientific notation."""
+    """Formats a tick of a logarithmic axis, as `10k` or `1M`, otherwise in scientific notation."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size <= value < 1e3 * size:
             return f"{value / size:g}{unit}"

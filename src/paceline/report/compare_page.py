@@ -1,6 +1,7 @@
-"""Renders a comparison as table, Markdown, JSON, charts and HTML page.
+"""Renders a comparison of runs as table, Markdown, JSON, charts and HTML page.
 
-The caption shows the values that are equal in all rows; they have no column.
+A row is a group of runs that differ only in the seed. Values that are equal in all rows are in the
+caption, not in a column.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ _MIN_PARTS = 20
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table.
+    """A column of the comparison table.
 
     Attributes:
         name: The heading.
         cell: Returns the text of the cell in a row. If all cells are empty, the column is left out.
         caption: The name in the caption. If all cells are equal, the caption replaces the column.
-        setting: The setting that the column shows. If the row labels show it, the column is left out.
+        setting: The setting that the column shows. If the row labels contain this setting, the
+            column is left out.
     """
 
     name: str
@@ -90,7 +92,7 @@ def _exposed(row: CompareRow) -> str:
 
 
 def _batches(row: CompareRow) -> str:
-    """Returns `256 to 1,024`, the first and the largest batch, if the batch grows."""
+    """Returns the global batch size of a run's row, as `256 to 1,024` if the batch grows."""
     first, largest = row.first.outcome.global_batch_size, row.first.outcome.largest_batch
     return count(first) if first == largest else f"{count(first)} to {count(largest)}"
 
@@ -112,7 +114,7 @@ def _difference(row: CompareRow) -> str:
 
 
 def _epochs(row: CompareRow) -> str:
-    """Returns `90` or, if not all epochs were trained, `12 of 90` or `38–41 of 90`."""
+    """Returns the trained epochs as `90` or, if not all were trained, as `12 of 90` or `38–41 of 90`."""
     low, high = map(number, row.epochs_done)
     done = low if low == high else f"{low}–{high}"
     planned = number(row.first.epochs_planned)
@@ -120,7 +122,7 @@ def _epochs(row: CompareRow) -> str:
 
 
 def compare_table(comparison: Comparison) -> Table:
-    """Returns a table with a row for each group of seeds and for each incomplete run."""
+    """Returns a table with one row for runs that differ only in the seed, and for each incomplete run."""
     rows = comparison.rows
     columns = [
         column
@@ -134,7 +136,7 @@ def compare_table(comparison: Comparison) -> Table:
 
 
 def compare_caption(comparison: Comparison) -> str:
-    """Returns the values that all rows share, such as `all: model resnet18, epochs 90`."""
+    """Returns the values that are equal in all rows, such as `all: model resnet18, epochs 90`."""
     first = comparison.rows[0]
     common = [
         f"{what} {value_text(first.first.settings, name)}"
@@ -267,7 +269,10 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def _legend(comparison: Comparison) -> str:
-    """Builds one legend for all charts, because the labels are too long for a legend in each chart."""
+    """Builds one legend for all charts of the page.
+
+    The labels are too long for a legend in each chart.
+    """
     items = []
     for i, row in enumerate(comparison.rows):
         colour, dashed = series_look(i)
@@ -316,7 +321,7 @@ def compare_charts(comparison: Comparison) -> list[Chart]:
 
 
 def _charts_over_figures(comparison: Comparison, note: str) -> list[Chart]:
-    """Returns a chart of top-1 accuracy over each extension figure that can be an x axis."""
+    """Returns charts of top-1 accuracy over figures of extensions, such as predicted hours."""
     charts = []
     axes = {name: figure for row in comparison.rows for name, figure in row.figures.items()}
     for name, figure in axes.items():
@@ -350,7 +355,7 @@ def _lines(
 
 
 def _medians(points: Iterable[XY], width: float) -> dict[float, float]:
-    """Returns the median of the values in each interval of length `width`, by the interval's end."""
+    """Returns the median y value in each interval of length `width`, by the interval's end."""
     parts: dict[int, list[float]] = {}
     for x, value in points:
         # Round, so that the last step of an epoch belongs to that epoch.

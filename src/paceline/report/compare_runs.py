@@ -1,7 +1,7 @@
 """`ComparedRun`: one run of a comparison. `read_runs`: finds and reads the runs to compare.
 
-A run that cannot be compared raises an error, because leaving it out silently would falsify the table.
-Only runs in a folder of runs are left out, with a note, if they have no evaluation yet.
+A run that cannot be compared raises an error, because a table without it would mislead. The
+exception is a run without an evaluation in a folder of runs: it is left out with a note.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def read_runs(paths: Sequence[Path], notes: list[str] | None = None) -> list[Com
         only = next((run.path for run in runs), folders[0])
         others = f" ({'; '.join(left_out)})" if left_out else ""
         raise CompareError(
-            f"compare needs two runs or more, and {only} is one{others}",
+            f"compare needs at least two runs, but {only} is the only one{others}",
             f"add a run, or use `paceline report {only}`",
         )
     if notes is not None:

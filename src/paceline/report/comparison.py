@@ -41,7 +41,7 @@ _SHORT_NAMES = {"optim.name": "opt", "model.name": "model", GLOBAL_BATCH: "batch
 
 @dataclass(frozen=True)
 class Spread:
-    """The number, mean, sample standard deviation (None for one value) and range of some values."""
+    """Number, mean, sample standard deviation (None for one value) and range of some values."""
 
     n: int
     mean: float
@@ -57,7 +57,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of a row's top-1 accuracy to the baseline in percentage points.
+    """The difference between the top-1 accuracies of a row and the baseline, in percentage points.
 
     The standard error is None unless both rows have at least two runs.
     """
@@ -75,7 +75,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class CompareRow:
-    """Runs that differ only in their seed. Times and speeds are medians over the runs."""
+    """A row of the comparison: runs that differ only in their seed.
+
+    Times and speeds are medians over the runs.
+    """
 
     label: str
     runs: tuple[ComparedRun, ...]
@@ -83,7 +86,7 @@ class CompareRow:
 
     @property
     def first(self) -> ComparedRun:
-        """The first run, for properties that all runs share."""
+        """The first run of the row, for properties that all its runs share."""
         return self.runs[0]
 
     @property
@@ -96,22 +99,25 @@ class CompareRow:
 
     @property
     def val_loss(self) -> float | None:
-        """The mean loss; None if any loss is unknown, because a mean of the rest would mislead."""
+        """The mean validation loss; None if the loss of any run is unknown.
+
+        A mean of the remaining runs would mislead.
+        """
         losses = [run.val_loss for run in self.runs if run.val_loss is not None]
         return fmean(losses) if len(losses) == len(self.runs) else None
 
     def median(self, name: str) -> float | None:
-        """Returns the median of an attribute of `Outcome` over the runs in which its value is known."""
+        """Returns the median of an attribute of `Outcome` over the runs that have a value."""
         return _median(getattr(run.outcome, name) for run in self.runs)
 
     @property
     def exposed_s(self) -> float | None:
-        """The median exposed communication of a step in seconds; None for runs of one rank."""
+        """The median seconds per step of communication that backward does not hide; None for one rank."""
         return _median(ExposedWaits.of(run.files).exposed_s for run in self.runs)
 
     @property
     def figures(self) -> dict[str, ExtraFigure]:
-        """The medians of extension figures that have a column, by name."""
+        """The medians of the figures of extensions that have a column, by name."""
         shown = [figure for run in self.runs for figure in run.outcome.figures if figure.column]
         return {
             figure.name: replace(
@@ -145,7 +151,7 @@ class Comparison:
         rows: The rows in the order of their first runs.
         baseline: The row that all other rows are compared with.
         differing: All settings in which rows differ, the most descriptive first.
-        naming: The settings that the row labels show.
+        naming: The settings that are part of the row labels.
         renamed: True if the user gave names to rows.
         left_out: A note for each run that is not in the table.
     """
@@ -226,7 +232,10 @@ def group_runs(runs: Iterable[ComparedRun]) -> list[CompareRow]:
 
 
 def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareRow]:
-    """Labels rows by their settings, and rows of incomplete runs also by the run folder."""
+    """Gives each row a label with the settings that distinguish it.
+
+    The label of an incomplete run also contains its folder.
+    """
     short = _short_names(name for row in rows for name in row.first.settings)
     labelled = []
     for row in rows:
@@ -239,7 +248,7 @@ def _labelled(rows: Sequence[CompareRow], names: Sequence[str]) -> list[CompareR
 
 
 def _renamed(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareRow]:
-    """Applies labels of the form RUN=NAME."""
+    """Gives rows the names that the user chose with RUN=NAME."""
     renamed = list(rows)
     for text in labels:
         key, equals, name = text.rpartition("=")  # a path may contain `=`, too
@@ -253,14 +262,14 @@ def _renamed(rows: Sequence[CompareRow], labels: Sequence[str]) -> list[CompareR
 
 
 def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
-    """Returns the index of the row whose label, or the path or folder name of whose run, is `key`."""
+    """Returns the index of the row that `key` names: a label, or the path or folder of a run."""
     path = Path(key).resolve()
     runs = [(i, run.path) for i, row in enumerate(rows) for run in row.runs]
     matches = {i for i, row in enumerate(rows) if row.label == key}
     matches = matches or {i for i, run in runs if run.resolve() == path}
     matches = matches or {i for i, run in runs if run.name == key}
     if len(matches) > 1:
-        raise ConfigError(option, given, "is a run of several rows", "give the path of the run")
+        raise ConfigError(option, given, "matches runs in several rows", "give the path of the run")
     if not matches:
         known = [*(row.label for row in rows), *(run.name for _, run in runs)]
         raise ConfigError(option, given, "names no row and no run", nearest(key, known))
@@ -268,7 +277,7 @@ def _find(rows: Sequence[CompareRow], key: str, option: str, given: str) -> int:
 
 
 def identity(settings: Settings) -> str:
-    """Returns a text that is equal for equal settings in any order; 1 and 1.0 are equal."""
+    """Returns a key by which runs are grouped: equal settings in any order have equal keys."""
     return json.dumps({key: _plain(value) for key, value in settings.items()}, sort_keys=True)
 
 
@@ -279,7 +288,7 @@ def differing_settings(rows: Sequence[Settings]) -> list[str]:
 
 
 def naming_settings(rows: Sequence[Settings], different: Sequence[str]) -> list[str]:
-    """Chooses the settings that the row labels show.
+    """Chooses the settings to put into the row labels.
 
     Args:
         rows: The settings of each row.
@@ -318,7 +327,7 @@ def value_text(settings: Settings, name: str) -> str:
 
 
 def _distinct(rows: Sequence[Settings], names: Sequence[str]) -> int:
-    """Counts the distinct combinations of values that these settings have in the rows."""
+    """Returns how many different combinations of values the settings `names` have in the rows."""
     return len({identity({name: row[name] for name in names if name in row}) for row in rows})
 
 

@@ -30,7 +30,7 @@ _MAX_LOGGED_CHARTS = 24
 
 
 def run_charts(run: RunFiles) -> list[Chart]:
-    """Returns the charts of a run. Charts without data for this run are left out."""
+    """Returns the charts of a run; leaves out charts for which the run has no data."""
     axis = _XAxis(run)
     losses, speeds = run.step_curve("loss"), run.step_curve("images_per_s")
     loss_lines = [
@@ -96,7 +96,7 @@ def logged_charts(run: RunFiles) -> list[Chart]:
 
 
 def charts_over_figures(run: RunFiles) -> list[Chart]:
-    """Returns a chart of accuracy over each extension figure that is declared as an x axis."""
+    """Returns charts of accuracy over figures of extensions that are declared as an x axis."""
     charts = []
     for figure in Outcome.of(run).figures:
         top1, top5 = (over_figure(run, name, figure.name) for name in ("top1", "top5"))
@@ -108,7 +108,7 @@ def charts_over_figures(run: RunFiles) -> list[Chart]:
 
 
 def over_figure(run: RunFiles, name: str, time_name: str) -> list[XY]:
-    """Returns (minutes, value) pairs of the evaluations.
+    """Returns the points (minutes, value) of a curve over the evaluations of a run.
 
     Args:
         run: The run.
@@ -135,7 +135,7 @@ def _scheduled(run: RunFiles, axis: _XAxis) -> list[Chart]:
 
 
 class _XAxis:
-    """The x axis of a run's charts: epochs, or steps if the run is shorter than an epoch."""
+    """Chooses the x axis of all charts: epochs, or steps if the run is shorter than an epoch."""
 
     def __init__(self, run: RunFiles) -> None:
         self._run = run
@@ -157,7 +157,10 @@ class _XAxis:
         return Line(name, list(zip(x.tolist(), shown.value.tolist(), strict=True)), colour, faint)
 
     def smoothed(self, name: str, points: Curve) -> list[Line]:
-        """Returns the smoothed curve and a faint line of the single steps; short curves stay as is."""
+        """Returns a smoothed curve, and a faint line of the values of single steps.
+
+        Short curves are not smoothed.
+        """
         if len(points) < _MIN_SMOOTHED:
             return [self.line(name, points, 1)]
         return [
@@ -166,7 +169,10 @@ class _XAxis:
         ]
 
     def chart(self, title: str, lines: Sequence[Line], **look: Any) -> Chart:
-        """Returns a chart with this x axis, and by default markers of resumes; `look` as in `Chart`."""
+        """Returns a chart with this x axis; `look` has arguments of `Chart`.
+
+        By default, the chart has markers where the run was resumed.
+        """
         return Chart(title, self._label, lines, self._range, **{"markers": self.resumes(), **look})
 
     def resumes(self) -> list[Marker]:
@@ -206,7 +212,7 @@ def _smoothing(points: Curve) -> str:
 
 
 def thin(points: Curve, limit: int = MAX_POINTS) -> Curve:
-    """Reduces a curve to `limit` points: the first, the last, and medians of groups between them."""
+    """Reduces a curve to `limit` points: its ends, and medians of groups of points between them."""
     assert limit >= 3
     length = len(points)
     if length <= limit:

@@ -30,7 +30,7 @@ _IMAGE = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong prediction. `image` is a JPEG in base64, or "" without a thumbnail."""
+    """A wrong prediction. `image` is a JPEG in base64, or "" if no thumbnail was stored."""
 
     label: int
     predicted: int
@@ -64,7 +64,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, folder: Path) -> Evaluation | None:
-        """Reads the details from a run folder; returns None if the file is missing or invalid."""
+        """Reads `evaluation.json` from a run folder; returns None if it is missing or invalid."""
         try:
             table = parse_json(read_regular(folder / EVALUATION_NAME, _LARGEST_FILE))
         except (OSError, ParseError):
@@ -102,7 +102,7 @@ class Evaluation:
         return Table.of("Accuracy by class, lowest first", columns, cells, {0}, _CLASS_ROWS)
 
     def confusion_table(self) -> Table:
-        """Returns a table of the most frequent confusions."""
+        """Returns a table of the pairs of classes that are confused most often."""
         wrong = [(n, pair) for pair, n in self.counts.items() if pair[0] != pair[1] and n]
         wrong.sort(key=lambda item: (-item[0], item[1]))
         rows = [
@@ -118,7 +118,7 @@ class Evaluation:
         return Table.of("Most frequent confusions", columns, rows, {0, 1})
 
     def gallery(self) -> str:
-        """Draws the most confident mistakes, with their images if available."""
+        """Builds HTML that shows the most confident mistakes, with their images if available."""
         items = []
         for mistake in self.mistakes:
             image = (

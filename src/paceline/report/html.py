@@ -16,7 +16,7 @@ from paceline.report.tables import Table
 
 
 def document(title: str, parts: Iterable[str], script: str = "") -> str:
-    """Builds a page.
+    """Builds a complete HTML page.
 
     Args:
         title: The title of the page, as plain text.
@@ -69,7 +69,7 @@ def section(title: str, tables: Sequence[Table], *, titled: bool = False) -> str
 
 
 def card_section(title: str, tables: Sequence[Table], otherwise: str) -> str:
-    """Builds a heading and small tables in columns, or the text `otherwise` if no table has rows."""
+    """Builds a heading and small tables side by side, or `otherwise` if no table has rows."""
     cards = _cards(tables, titled=True)
     body = (
         f'<div class="cards">{cards}</div>' if cards else f'<p class="note">{markup(otherwise)}</p>'

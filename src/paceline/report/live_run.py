@@ -22,7 +22,7 @@ _MAX_BYTES = 64 << 20
 
 @dataclass
 class _Tail:
-    """The state of reading one metrics file: the records so far, and the position in the file."""
+    """The records read so far from one metrics file, and the position in the file."""
 
     path: Path
     identity: tuple[int, int] = (0, 0)
@@ -104,7 +104,10 @@ class LiveRun:
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
-    """Returns inode, size and time of a file, to detect changes; None if the file does not exist."""
+    """Returns inode, size and modification time of a file, to detect changes.
+
+    Returns None if the file does not exist.
+    """
     try:
         status = path.stat()
     except OSError:

@@ -1,9 +1,10 @@
 """`Outcome`: the results of a finished or unfinished run. `Efficiency`: the throughput T = S · N · e.
 
-The results come from the summary if there is one, otherwise from the records. T is the number of images
-that contributed to updates per second of the whole training. S is the throughput of one rank while the
-rank computes, N is the number of ranks, and e is the efficiency. All time without compute is attributed
-to one of several causes, so e and the shares of the causes sum to one.
+The results come from the summary if there is one, otherwise from the records. T is the number of
+images per second over the whole training, without those of skipped steps. S is the throughput of
+one rank while it computes, N is the number of ranks, and e is the efficiency. All time without
+compute is attributed to causes such as communication or input. So e and the fractions of time lost
+to each cause sum to one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MAX_FIGURES = 20
 
 @dataclass(frozen=True)
 class ExtraFigure:
-    """A figure of an extension, declared in the run's start record (`core.events.ShownField`).
+    """A result that an extension adds, such as a predicted time (`core.events.ShownField`).
 
     The value comes from the extension's part of the summary or, before the end, from the evaluations.
     """
@@ -50,7 +51,7 @@ class ExtraFigure:
 
     @classmethod
     def of(cls, run: RunFiles) -> tuple[ExtraFigure, ...]:
-        """Returns all valid figures that a run declares."""
+        """Returns all valid results of extensions that a run declares."""
         declared, figures = run.start.get("shown"), []
         for entry in declared[:_MAX_FIGURES] if isinstance(declared, list) else ():
             if isinstance(entry, dict):
@@ -107,7 +108,7 @@ class Outcome:
 
     @property
     def is_virtual(self) -> bool:
-        """True if each process computes several ranks."""
+        """True if each process computes the work of several ranks."""
         return bool(self.processes) and (self.processes or 0) < (self.world_size or 0)
 
     @property
@@ -202,7 +203,7 @@ def _ends_without_loss(run: RunFiles) -> bool:
 
 
 def _result(outcome: Outcome) -> str:
-    """Lists accuracy, time, speed and ranks as far as they are known."""
+    """Lists accuracy, time, speed and number of ranks, as far as they are known."""
     accuracy = "" if outcome.top1 is None else f"{format_percent(outcome.top1, 1)} top-1"
     timed = outcome.train_s is not None and outcome.steps
     parts = [
@@ -219,9 +220,9 @@ def _result(outcome: Outcome) -> str:
 
 
 def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
-    """Counts the corrupt samples of a split.
+    """Returns how many samples of a split are corrupt.
 
-    Without a count in the summary, counts the distinct sample names in the records so far.
+    Uses the count in the summary or, without one, the number of distinct names in the records.
     """
     exact = integer(run.summary or {}, field)
     if exact is not None:
@@ -237,7 +238,7 @@ def _corrupt_count(run: RunFiles, field: str, split: str) -> int:
 
 
 def _stopped_by(run: RunFiles) -> str | None:
-    """Returns why the training loop ended; None if it has not ended or the process was killed."""
+    """Returns what ended the training loop, or None if it has not ended or the process was killed."""
     reason = (run.summary or {}).get("stopped_by")
     if reason is None:
         ends = [record for record in run.events if record["event"] in ("start", "stop")]
@@ -253,7 +254,7 @@ def _state(run: RunFiles, stopped_by: str | None) -> str:
 
 
 def _name(run: RunFiles) -> str:
-    """Returns the name of the recipe (for a file, the stem) or else the name of the run folder."""
+    """Returns the recipe's name (of a file, without the extension) or else the run folder's name."""
     settings = run.config.get("run")
     configured = settings.get("name") if isinstance(settings, dict) else None
     for recipe in ((run.summary or {}).get("recipe"), configured):
@@ -278,7 +279,7 @@ class Efficiency:
         total: T, the images per second of all ranks over the whole training.
         alone: S, the images per second of one rank while it computes.
         ranks: N, the number of ranks.
-        lost: The share of the training time lost to each of `CAUSES`.
+        lost: The fraction of the training time lost to each of `CAUSES`.
     """
 
     total: float
@@ -288,13 +289,13 @@ class Efficiency:
 
     @property
     def e(self) -> float:
-        """The scaling efficiency, including evaluations and checkpoints."""
+        """The scaling efficiency; time for evaluations and checkpoints counts as lost."""
         return max(0.0, 1.0 - sum(self.lost.values()))
 
     @classmethod
     @computed_once
     def of(cls, run: RunFiles) -> Efficiency | None:
-        """Computes the factors; returns None without timed steps or for virtual ranks."""
+        """Computes the factors from a run; returns None without timed steps or with virtual ranks."""
         steps = run.steps()
         timed = steps.or_zero("step_s") > 0
         lengths, first = steps["step_s"][timed], first_after_start(run)[timed]
@@ -342,10 +343,10 @@ class Efficiency:
 
 
 def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
-    """Returns the share of a step that a rank waits on average, by cause.
+    """Returns the fraction of a step that a rank waits on average, by cause.
 
-    The causes are the exchange, the slowest rank, and the input. The first step after each start is left
-    out.
+    The causes are communication, the slowest rank, and the input. The first step after each start
+    is left out.
     """
     waits, steps = ExposedWaits.of(run), run.steps()
     shares = {COMMUNICATION: 0.0, STRAGGLER: 0.0, INPUT: _input_share(run)}
@@ -365,7 +366,7 @@ def _shares_of_a_step(run: RunFiles, ranks: int) -> dict[str, float]:
 
 
 def _input_share(run: RunFiles) -> float:
-    """Returns the mean input stall of the ranks as a share of the step time."""
+    """Returns the fraction of the step time in which ranks wait for a batch, averaged over ranks."""
     of_all = [
         (finite(record["input_stall_s"], "median"), finite(record["step_s"], "median"))
         for record in run.of_kind("ranks")

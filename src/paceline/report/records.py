@@ -1,8 +1,9 @@
 """Records of one metrics file: steps as columns of numbers, all other records as dictionaries.
 
-`RecordLog` collects records in file order. `RecordLog.current` returns the records that are valid now: a
-resumed run returns to an earlier step and repeats the steps after it, so their old records are
-superseded. Columns need much less memory than dictionaries and make medians over 100,000 steps fast.
+`RecordLog` collects records in file order. `RecordLog.current` returns the records that are valid
+now: a resumed run returns to an earlier step and repeats the steps after it, so their old records
+are superseded. Columns need much less memory than dictionaries, and medians over 100,000 steps are
+fast.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def finite(record: Record, name: str) -> float | None:
 
 
 def integer(record: Record, name: str) -> int | None:
-    """Returns a field rounded to an integer; returns None in the same cases as `finite`."""
+    """Returns a field rounded to an integer, or None if `finite` would return None."""
     value = finite(record, name)
     return None if value is None else round(value)
 
 
 def known(values: Floats) -> Floats:
-    """Drops NaN values."""
+    """Returns the values that are not NaN."""
     return values[~np.isnan(values)]
 
 
@@ -67,7 +68,7 @@ def middle(values: Floats) -> float | None:
 
 
 def declared_counts(start: Record) -> dict[str, list[str]]:
-    """Returns the histogram fields of step records that a start record declares.
+    """Returns which fields of the step records are histograms, as the start record declares.
 
     Such a field maps a number, for example a staleness, to the count of events with that number.
 
@@ -75,7 +76,8 @@ def declared_counts(start: Record) -> dict[str, list[str]]:
         start: A record; a record of another kind than "start" declares no field.
 
     Returns:
-        By field: the title of the table, the heading of the numbers, and the heading of the counts.
+        For each field: the title of the table, the heading of the numbers, and the heading of the
+        counts.
     """
     declared = start.get("counts")
     if start["event"] != "start" or type(declared) is not dict:
@@ -88,7 +90,7 @@ def declared_counts(start: Record) -> dict[str, list[str]]:
 
 
 class _NamedValues:
-    """Values that belong to a row and a name, stored as three columns."""
+    """Numbers that step records have by name, such as seconds by cause, stored as columns."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
@@ -100,7 +102,7 @@ class _NamedValues:
         self._values.append(value)
 
     def sums(self, rows: Bools) -> dict[str, float]:
-        """Returns the sum of the values of each name over the selected rows; leaves out zeros."""
+        """Returns the sum of each name's values over the rows in the mask; leaves out zeros."""
         row, name = np.array(self._rows, np.int64), np.array(self._names, np.int64)
         selected = row < len(rows)  # further rows were appended after `rows` was made
         selected[selected] = rows[row[selected]]
@@ -147,8 +149,8 @@ class RecordLog:
     def current(self) -> Records:
         """Returns the records without superseded ones.
 
-        A start at step s supersedes all earlier records of steps after s. Start records are never
-        superseded, because they are the history of the run.
+        A start record at step s, such as that of a resume, supersedes all earlier records of later
+        steps. Start records are never superseded, because they are the history of the run.
         """
         starts = [(place, r["step"]) for place, r in self._events if r["event"] == "start"]
         start_places = [place for place, _ in starts]
@@ -182,7 +184,7 @@ class RecordLog:
 
 
 class Steps:
-    """The current step records, sorted by step, as columns. Callers must not change the arrays."""
+    """The valid step records of one rank as columns, sorted by step. Callers must not change them."""
 
     def __init__(self, log: RecordLog, rows: Ints) -> None:
         self._log, self._rows = log, rows
@@ -226,7 +228,7 @@ class Steps:
         return known(self[name])
 
     def last(self, name: str) -> float | None:
-        """Returns the value of the last step, or None if it is unknown."""
+        """Returns the value of column `name` in the last step, or None if it is unknown."""
         return None if not len(self) or np.isnan(self[name][-1]) else float(self[name][-1])
 
     def sums(self, field_name: str, selected: Bools | None = None) -> dict[str, float]:
@@ -243,7 +245,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Records:
-    """The current records of one rank.
+    """The records of one rank that a resume has not superseded.
 
     Attributes:
         steps: The step records.
@@ -256,7 +258,7 @@ class Records:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Records:
-        """Builds the current records from all records of a file."""
+        """Builds the valid records from all records of a file."""
         log = RecordLog()
         for record in records:
             log.append(record)
@@ -271,7 +273,7 @@ class Records:
         return groups
 
     def elapsed_s(self) -> float | None:
-        """Returns the seconds in which the run was running, or None without a start record.
+        """Returns for how many seconds the run was running, or None without a start record.
 
         This is the time from each start to the last record before the next start, summed over all starts.
         """

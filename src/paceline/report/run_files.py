@@ -36,7 +36,7 @@ _WITH_STEP = frozenset(
 
 @dataclass(frozen=True)
 class Curve:
-    """The finite values of a quantity, with the step and the epoch of each value."""
+    """The finite values of a metric, with the step and the epoch of each value."""
 
     step: Ints
     epoch: Floats
@@ -122,7 +122,7 @@ class RunFiles:
         ]
 
     def chosen(self, name: str) -> str:
-        """Returns the description of an automatic choice, such as `threads`; empty if unknown."""
+        """Returns what was chosen automatically for `name`, such as `threads`; empty if unknown."""
         choices = self.start.get("chosen")
         description = choices.get(name) if isinstance(choices, dict) else None
         return description if isinstance(description, str) else ""
@@ -146,7 +146,10 @@ class RunFiles:
         return Curve(steps.number[valid], steps.or_zero("epoch")[valid], values[valid])
 
     def eval_curve(self, name: str) -> Curve:
-        """Returns a field of the evaluations as a curve; leaves out values that are not finite."""
+        """Returns a field of rank 0's evaluation records as a curve.
+
+        Leaves out values that are not finite.
+        """
         points = sorted(
             (record["step"], finite(record, "epoch") or 0.0, value)
             for record in self.of_kind("eval")
@@ -156,7 +159,7 @@ class RunFiles:
         return Curve(np.array(steps, np.int64), np.array(epochs, float), np.array(values, float))
 
     def logged(self) -> dict[str, dict[int, list[tuple[int, float]]]]:
-        """Returns (step, value) pairs of the metrics that callbacks logged, by name and rank."""
+        """Returns the metrics that callbacks logged, as (step, value) pairs by name and rank."""
         metrics: dict[str, dict[int, list[tuple[int, float]]]] = {}
         for rank in self.ranks:
             for record in self.of_kind("metric", rank):
@@ -173,7 +176,7 @@ class RunFiles:
 def computed_once(
     derive: Callable[Concatenate[Any, RunFiles, P], Derived],
 ) -> Callable[Concatenate[Any, RunFiles, P], Derived]:
-    """Decorates a class method so that its result for a run is computed once and stored in the run."""
+    """Decorates a class method that takes a `RunFiles`, so that its result is computed only once."""
 
     @wraps(derive)
     def cached(cls: Any, run: RunFiles, /, *args: P.args, **named: P.kwargs) -> Derived:
@@ -187,7 +190,7 @@ def computed_once(
 
 
 def finite_values(records: Iterable[Record], name: str) -> list[float]:
-    """Returns the finite values of the field `name` of some records."""
+    """Returns the values of the field `name` that are finite."""
     return [value for record in records if (value := finite(record, name)) is not None]
 
 
@@ -228,7 +231,7 @@ def _checked(file: Path) -> Iterable[Record]:
 def _with_step(record: Record, file: Path, number: int) -> Record:
     if not is_count(record.get("step", None if record["event"] in _WITH_STEP else 0)):
         raise DataError(
-            f"{file}: line {number} has no whole number as its step",
+            f"{file}: step of line {number} is not a whole number",
             "restore the file, or delete that line",
         )
     return record
@@ -250,7 +253,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _read_table(file: Path, kind: str, parse: Callable[[bytes], Any]) -> Record | None:
-    """Returns the table in a file, or None if the file does not exist."""
+    """Returns the keys and values in a TOML or JSON file, or None if there is no file."""
     if not file.exists():
         return None
     try:
@@ -258,5 +261,5 @@ def _read_table(file: Path, kind: str, parse: Callable[[bytes], Any]) -> Record 
     except ParseError as error:
         raise DataError(f"{file} is not {kind}: {error}", "restore it, or delete it") from error
     if not isinstance(table, dict):
-        raise DataError(f"{file} contains no table", "restore it, or delete it")
+        raise DataError(f"{file} has no keys and values", "restore it, or delete it")
     return table

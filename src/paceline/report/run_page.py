@@ -1,6 +1,6 @@
 """The report of a run: an HTML page, and the main results as rows for the terminal.
 
-The report of an unfinished run shows the results so far.
+A run that has not ended gets a report of its results so far.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run_parts(run: RunFiles) -> list[str]:
 
 
 def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
-    """Builds the section with T = S · N · e, the bottleneck, and a bar with the causes of lost time."""
+    """Builds the section on throughput T = S · N · e, with the bottleneck and the causes of lost time."""
     efficiency = Efficiency.of(run)
     if efficiency is None:
         return ""
@@ -133,7 +133,6 @@ def efficiency_section(run: RunFiles, *, heading: bool = True) -> str:
 
 
 def _logged_section(run: RunFiles) -> str:
-    """Builds a table and charts of the metrics that callbacks logged."""
     table = section("Logged metrics", [tables.logged_table(run)])
     return table + figures(logged_charts(run)) if table else ""
 
@@ -162,7 +161,7 @@ def _configuration(run: RunFiles) -> str:
 
 
 def _startup(run: RunFiles) -> str:
-    """Describes how long each part of the latest start-up took, up to the end of the first step.
+    """Describes how long each part of the latest start took, up to the end of the first step.
 
     The result is empty if the start record has no `startup_s`, or if no step followed.
     """
@@ -183,7 +182,7 @@ def _startup(run: RunFiles) -> str:
 
 
 def summary_rows(run: RunFiles) -> list[tuple[str, str]]:
-    """Returns the (label, value) pairs that `paceline train` prints at its end, and `paceline report`."""
+    """Returns the (label, value) pairs that `paceline train` and `paceline report` print."""
     rows = [("run", Outcome.of(run).name), *tables.result_rows(run)]
     if startup := _startup(run):
         rows.append(("to the first step", startup))

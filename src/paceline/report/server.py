@@ -92,7 +92,7 @@ class Content:
         self._pages: dict[int | None, tuple[str, str, str]] = {}
 
     def page(self, number: int | None) -> tuple[str, str, str]:
-        """Returns title, version and content of a page.
+        """Returns title, version number and HTML content of a page.
 
         Args:
             number: The number of the run, or None for the page of all runs.
@@ -116,7 +116,10 @@ class Content:
             return page
 
     def _find(self) -> None:
-        """Appends new runs. The first run in a watched folder without runs gets the folder's number."""
+        """Adds the new runs in the watched folders.
+
+        A folder without runs has a number, which its first run takes over.
+        """
         folders = run_folders(self._given)
         known = {run.path for run in self.runs}
         new = [path for path in folders if path not in known]
@@ -144,7 +147,7 @@ class Content:
 
 
 def _one_run(run: LiveRun) -> tuple[str, list[str]]:
-    """Returns title and parts of the page of a run."""
+    """Returns the title and the HTML parts of a run's page."""
     if run.files is None:
         name = one_line(run.path.resolve().name)
         head = f"<header><p>{markup(name)}</p>\n<h1>Nothing to show</h1></header>"
@@ -153,7 +156,7 @@ def _one_run(run: LiveRun) -> tuple[str, list[str]]:
 
 
 def _all_runs(runs: Sequence[LiveRun], left_out: int) -> tuple[str, list[str]]:
-    """Returns title and parts of the page of all runs: a card for each, with a link to its page."""
+    """Returns the title and the HTML parts of the page of all runs, which links to each run."""
     title = plural(len(runs), "run")
     cards = []
     for number, run in enumerate(runs):

@@ -1,7 +1,7 @@
 """`Table`, and the tables of a run: results, evaluations, incidents, configuration, environment.
 
-Cells are plain text, for the terminal and for pages. A long table shows only its first rows and tells how
-many rows are left out.
+Cells are plain text, for the terminal and for HTML pages. Long tables show only their first rows,
+and the number of rows that are left out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Table:
         text_columns: set[int],
         max_rows: int = MAX_ROWS,
     ) -> Table:
-        """Builds a table of at most `max_rows` rows; a note tells how many rows are left out."""
+        """Builds a table of at most `max_rows` rows, with a note on the number of rows left out."""
         left_out = len(rows) - max_rows
         note = f"{count(left_out)} more not shown" if left_out > 0 else ""
         return cls(title, columns, tuple(rows[:max_rows]), frozenset(text_columns), note)
@@ -128,7 +128,7 @@ def result_rows(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def expectation_table(run: RunFiles) -> Table:
-    """Compares measured times with the prediction in the plan; no rows without a prediction."""
+    """Compares measured times with the predictions in the plan file; no rows without predictions."""
     try:
         expected = PlanFile.read(run.path / "plan.toml").expected
     except ConfigError:
@@ -150,7 +150,7 @@ def expectation_table(run: RunFiles) -> Table:
 
 
 def stall_table(run: RunFiles) -> Table:
-    """Lists input stalls by rank and cause; no rows if no step waited for its input."""
+    """Lists how long each rank waited for its input, by cause; no rows if no step waited."""
     rows = []
     for rank in run.ranks:
         stall = InputStall.of(run, rank)
@@ -235,7 +235,7 @@ def corrupt_table(run: RunFiles) -> Table:
 
 
 def save_table(run: RunFiles) -> Table:
-    """Lists checkpoints, latest first, with the time for which each of them stopped the steps."""
+    """Lists checkpoints, latest first, with the time for which training stopped to write each."""
     rows = [
         (
             text_of(record.get("path")).replace("\\", "/").rpartition("/")[2],

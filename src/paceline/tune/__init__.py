@@ -1,1 +1,1 @@
-"""Measurements of links, all-reduces and the step of a model, from which plans are made."""
+"""Measures links, all-reduces and a model's training step, from which `paceline tune` makes plans."""

@@ -35,7 +35,7 @@ _IMAGES = (
 
 
 def config_row(config: RunConfig, classes: int, ranks: int, device: str) -> StepRow:
-    """Returns the step to measure, which is the micro-step of one rank in the run of `config`.
+    """Describes the step to measure: one micro-batch of one rank, with the settings of `config`.
 
     Args:
         config: The settings of the run.
@@ -72,7 +72,7 @@ def profile_workload(row: StepRow, batches: Sequence[int]) -> Workload:
 
 
 def take_apart(row: StepRow) -> StepAnatomy:
-    """Runs a few steps and returns the parts of the one with the median forward + backward."""
+    """Runs a few steps, and returns the times in the step with the median forward + backward time."""
     device = torch.device(row.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -125,7 +125,7 @@ def _one(step: TrainStep, device: torch.device) -> StepAnatomy:
 
 
 class _Clock:
-    """Takes times during a step, by CUDA events on a GPU; they are read after the step."""
+    """Records times during a step, with CUDA events on a GPU; they are read after the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -61,7 +61,10 @@ class RangeResult:
 
     @classmethod
     def of(cls, rates: Sequence[float], losses: Sequence[float], exploded: bool) -> RangeResult:
-        """Computes the result from the rate and loss of each step; too few steps raise RunError."""
+        """Computes the result from the learning rate and loss of each step.
+
+        Raises RunError if there are too few steps.
+        """
         if len(rates) < _LEAST_STEPS:
             raise RunError(
                 f"only {len(rates)} steps had a finite loss", "start with a lower --from"

@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step to measure.
+    """Describes a training step to measure.
 
     Attributes:
         name: The name of the measurement in a table of results.
@@ -45,7 +45,7 @@ class StepRow:
         device: The device that computes the step, such as `cuda`.
         steps: Number of measured steps.
         warm_up: Number of steps before the measured ones.
-        switches: Values that differ from the defaults. For `ours`: settings by `section.key`. For
+        switches: Settings that differ from the defaults. For `ours`: settings by `section.key`. For
             `plain`: `dtype` (fp32, tf32, bf16, fp16), `compile` (off, default, reduce-overhead,
             max-autotune) and `channels_last`.
         group: True to create a process group of one rank, so that collectives are really called.
@@ -126,9 +126,10 @@ def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
 
 
 def _topology(row: StepRow) -> Topology:
-    """Returns the topology of a single process, with a process group of one rank if `row.group`.
+    """Returns the topology of a single process.
 
-    With a process group, collectives are really called.
+    With `row.group`, the process has a process group of one rank, so that collectives are really
+    called.
     """
     if not row.group:
         return Topology()

@@ -29,7 +29,7 @@ from paceline.train.machine import choose_device
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of each repetition of some work, with their median and percentiles."""
+    """The seconds that each repetition of some work took, with median and percentiles."""
 
     seconds: tuple[float, ...]
 
@@ -39,7 +39,7 @@ class Times:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Returns the 10th and 90th percentile."""
+        """The 10th and the 90th percentile in seconds."""
         ordered = sorted(self.seconds)
         last = len(ordered) - 1
         return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
@@ -153,13 +153,13 @@ class RankGroup:
             self.group.watched("the device", lambda: torch.cuda.synchronize(self.device))
 
     def agree_max(self, value: float) -> float:
-        """Returns the maximum of all ranks' values."""
+        """Returns the maximum of `value` over all ranks."""
         self._value.fill_(value)
         self._max(self._value)
         return float(self._value)
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """Returns for each sample the maximum of all ranks' times."""
+        """Returns, for each sample, the time of the slowest rank."""
         row = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         self._max(row)
         return [float(value) for value in row]

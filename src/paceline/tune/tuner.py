@@ -1,4 +1,4 @@
-"""Measures this cluster, and plans the exchange of a profiled model on it (`paceline tune`).
+"""Measures this cluster, and plans the gradient all-reduce of a model on it (`paceline tune`).
 
 The result is a `PlanFile`, which is equal on every rank. At each message size, two samples of every
 algorithm are taken first, and then more samples of the algorithms that are close to the fastest.
@@ -41,11 +41,11 @@ _DEFAULT_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class TuneJob:
-    """What to measure: the buffer sizes in bytes, and the algorithms.
+    """The buffer sizes and all-reduce algorithms that `Tuner` measures.
 
-    `iterations` is the number of samples of each algorithm and size, and `margin` that of
-    `size_choice`. `limit_s` bounds the seconds of all sizes together; at least one size is
-    measured.
+    `iterations` is the number of samples of each algorithm and size. `margin` is passed to
+    `size_choice.choose_algorithms`. `limit_s` bounds the seconds of all sizes together; at least
+    one size is measured.
     """
 
     sizes: tuple[int, ...]
@@ -67,7 +67,7 @@ class Tuner:
         self._made = {name: HybridAllReduce(ranks.groups, SizeTable.single(name)) for name in names}
 
     def cluster(self) -> ProbedCluster:
-        """Measures the links in and between nodes, and how much an exchange slows down compute."""
+        """Measures the links in and between nodes, and how much communication slows down compute."""
         ranks = self._ranks
         assert ranks.groups.world is not None
         probe = LinkProbe(ranks.groups.world, ranks.rank, ranks.nodes, ranks.device)
@@ -80,7 +80,10 @@ class Tuner:
         )
 
     def measure(self, on_size: OnSize) -> list[MeasuredSize]:
-        """Measures the sizes of the job until its time limit; calls `on_size` after each size."""
+        """Measures all-reduces at each buffer size until the time limit.
+
+        Calls `on_size` after each size.
+        """
         measured: list[MeasuredSize] = []
         start, last_s = time.perf_counter(), 0.0
         for at, size in enumerate(self.job.sizes):
@@ -116,7 +119,7 @@ class Tuner:
         return measured_size(size, {**screened, **samples})
 
     def conclude(self, measured: list[MeasuredSize], probed: ProbedCluster) -> PlanFile:
-        """Returns the plan file with the links, the samples and rank 0's choice of algorithms."""
+        """Returns a plan file with the links, the measurements and rank 0's choice of algorithms."""
         chosen = self._ranks.decided(lambda: choose_algorithms(measured, self.job.margin))
         return PlanFile(
             cluster=probed.facts, sizes=table_of(measured, chosen), measured=tuple(measured),
@@ -125,7 +128,7 @@ class Tuner:
 
 
 def plan_model(tuned: PlanFile, work: Workload, batch: int) -> PlanFile:
-    """Returns `tuned` with the best plan for a model, the predicted step time, and the reasons.
+    """Adds to `tuned` the best plan for a model, the predicted step time, and the reasons.
 
     Args:
         tuned: The plan file with the measurements of the cluster.
@@ -163,7 +166,10 @@ def _reasons(
 
 
 def near_the_best(screened: Mapping[str, list[float]]) -> list[str]:
-    """Returns the algorithms to sample further: the backend's own, and those near the fastest."""
+    """Returns the algorithms to measure more often: the backend's own, and those near the fastest.
+
+    `screened` has a few samples of each algorithm.
+    """
     best = min(min(taken) for taken in screened.values())
     return [
         name for name, taken in screened.items() if name == NATIVE or min(taken) <= _SCREEN * best
@@ -181,10 +187,10 @@ _LONGEST_S = 1.0
 
 
 def hidden_cost(ranks: RankGroup) -> float | None:
-    """Measures how much an exchange delays the compute that runs during it, on CPU ranks.
+    """Measures how much an all-reduce delays compute that runs at the same time, on CPU ranks.
 
-    Returns the mean of all ranks, as a share of the exchange's time, and None on a GPU, on one
-    rank, or if an exchange takes too long. Each rank computes with one thread.
+    Returns the delay as a fraction of the all-reduce's time, averaged over ranks. Returns None on a
+    GPU, on one rank, or if an all-reduce takes too long. Each rank computes with one thread.
     """
     if ranks.device.type != "cpu" or ranks.size < 2:
         return None
@@ -197,7 +203,10 @@ def hidden_cost(ranks: RankGroup) -> float | None:
 
 
 class _HiddenCostProbe:
-    """Measures how much an exchange delays simultaneous compute; all ranks call every method."""
+    """Measures how much an all-reduce delays simultaneous compute.
+
+    All ranks must call every method.
+    """
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -206,7 +215,7 @@ class _HiddenCostProbe:
         self._result = torch.empty_like(self._matrix)
 
     def measure(self) -> float | None:
-        """Returns the delay divided by the exchange's time; None if an exchange is too slow."""
+        """Returns the delay divided by the all-reduce's time, or None if an all-reduce is too slow."""
         ranks = self._ranks
         self._compute(_PIECES)  # warm-up
         if ranks.slowest([ranks.timed(lambda: self._send().wait())])[0] > _LONGEST_S:
@@ -242,9 +251,9 @@ class _HiddenCostProbe:
         return work
 
     def _both(self, count: int) -> tuple[float, int]:
-        """Runs `count` successive exchanges and computes meanwhile.
+        """Runs `count` successive all-reduces and multiplies matrices at the same time.
 
-        Returns the seconds of all exchanges, and the number of matrix products computed in that
+        Returns the seconds of all all-reduces, and the number of matrix products computed in that
         time.
         """
         begun, sent, pieces = time.perf_counter(), 1, 0

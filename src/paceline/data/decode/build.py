@@ -1,9 +1,10 @@
-"""Builds the C library of the region decoder and keeps it in the user's cache.
+"""Builds the C library of `RegionDecoder`, which decodes crops of JPEGs, in the user's cache.
 
 A C compiler builds a shared library from the C files in this directory and links libjpeg-turbo.
 Every Python version can load the library. The cache is `$XDG_CACHE_HOME/paceline/region` or
 `~/.cache/paceline/region`; only the user may write to that directory. The library is written under
 a temporary name and renamed, so processes that build at the same time do not disturb each other.
+
 `python -m paceline.data.decode.build FILE` builds a library to copy to another machine.
 """
 
@@ -127,7 +128,7 @@ def _private_directory() -> Path:
 
 
 def _require_private(path: Path) -> None:
-    """Raises BuildError if another user may write `path`, and so could run code in this process."""
+    """Raises BuildError if another user may write `path`: loading it could run that user's code."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), 0):
         why, remedy = "belongs to another user", "set XDG_CACHE_HOME to a directory of your own"

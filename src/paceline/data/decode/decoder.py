@@ -1,8 +1,8 @@
-"""`Decoder`, the interface that makes batches from samples; `PillowDecoder`, which uses Pillow.
+"""`Decoder`, the interface that makes batches of images; `PillowDecoder`, which uses Pillow.
 
-A loader calls `Decoder.begin`, fills the chunks of the batch in threads, and finishes the batch in
-the consumer's thread. All decoders give the same samples, crop boxes and flips. All decoders on the
-host also give the same pixels and errors.
+A loader calls `Decoder.begin` to start a batch, fills its chunks (parts of the batch) in threads,
+and calls `finish` in the thread that takes the batch. All decoders give the same samples, crop
+boxes and flips. All decoders on the host also give the same pixels and errors.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from paceline.data.sources.base import Source, Stored
 
 
 class RegionUnavailableError(PacelineError):
-    """Raised if the region decoder is not available. Contains the cause and the remedy."""
+    """Raised if the C library that decodes crops of JPEGs is not available, with cause and remedy."""
 
 
 class BatchInProgress(ABC):
     """A batch that threads are filling.
 
     Attributes:
-        cuts: First row and end row of each chunk.
+        cuts: Index of the first sample of each chunk, and the index after its last sample.
     """
 
     cuts: Sequence[tuple[int, int]]
 
     @abstractmethod
     def fill(self, chunk: Chunk) -> None:
-        """Fills the rows of `chunk`, in any thread. Raises DataError if storage fails."""
+        """Fills the part `chunk` of the batch, in any thread. Raises DataError if storage fails."""
 
     def complete(self) -> None:  # noqa: B027  (optional step)
-        """Runs after all chunks are filled, in the thread that filled the last one."""
+        """Runs after all parts of the batch are filled, in the thread that filled the last one."""
 
     @abstractmethod
     def finish(self, dropped: Sequence[int]) -> Batch:
-        """Returns the batch without the rows `dropped`. The consumer calls `finish` after `complete`."""
+        """Returns the batch without the samples at the indices `dropped`. Called after `complete`."""
 
 
 class Decoder(ABC):
@@ -52,7 +52,7 @@ class Decoder(ABC):
 
     Attributes:
         draws: Number of random numbers that the augmentation of a sample uses.
-        workers: Number of threads that fill chunks. With 0, the consumer's thread fills them.
+        workers: Number of threads that decode. With 0, the consumer's thread decodes.
         corrupt: Samples that are known to be corrupt before the first batch.
     """
 
@@ -69,7 +69,7 @@ class Decoder(ABC):
         """Describes how batches are made, for example `resident on cuda:0, 146 MiB` or `2 threads`."""
 
     def note(self) -> str:
-        """Describes samples that a fallback decoded instead, or returns "" if there are none."""
+        """Describes how many samples a slower decoder had to decode, or returns "" if there are none."""
         return ""
 
 
@@ -110,7 +110,7 @@ class PillowDecoder(Decoder):
         )
 
     def fill(self, chunk: Chunk, out: Pixels) -> None:
-        """Fills `out` with the images of a chunk, as samples × height × width × channels."""
+        """Fills `out` (samples × height × width × channels) with the images of a part of a batch."""
         chunk.replace_known()
         filled = set(self.fill_together(chunk, out)) if len(chunk) > 1 else ()
         for row in range(len(chunk)):
@@ -119,14 +119,17 @@ class PillowDecoder(Decoder):
                 self.fill_row(chunk, row, out[row])
 
     def fill_together(self, chunk: Chunk, out: Pixels) -> Sequence[int]:
-        """Fills rows by a faster method if there is one, and returns the filled rows.
+        """Decodes several samples with one call if the decoder can, and returns their rows in `chunk`.
 
         `fill` decodes the remaining rows one by one.
         """
         return ()
 
     def fill_row(self, chunk: Chunk, row: int, out: Pixels) -> None:
-        """Fills one row. If the sample is corrupt, replaces it by the next one or drops the row."""
+        """Decodes the sample of one row into `out`.
+
+        If the sample is corrupt, uses the next one in the order, or drops the row.
+        """
         chunk.replace_known([row])
         while not chunk.is_dropped(row):
             index = int(chunk.indices[row])
@@ -142,7 +145,10 @@ class PillowDecoder(Decoder):
     def prepare(
         self, data: Stored, numbers: Sequence[float], out: Pixels, progress: Progress
     ) -> None:
-        """Decodes and augments one sample. After a CorruptImage, the content of `out` is undefined."""
+        """Decodes and augments one sample into `out`.
+
+        After a CorruptImage, the content of `out` is undefined.
+        """
         start = perf_counter()
         if self._copied(data, numbers, out):
             progress.add("augment", perf_counter() - start)
@@ -177,7 +183,7 @@ class PillowDecoder(Decoder):
 
 
 class HostBatch(BatchInProgress):
-    """A batch in host memory."""
+    """A batch that is filled in host memory."""
 
     def __init__(self, decoder: PillowDecoder, buffer: BatchBuffer) -> None:
         self._decoder = decoder

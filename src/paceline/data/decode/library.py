@@ -1,8 +1,8 @@
-"""`RegionLibrary`: the C library of the region decoder, called with the interpreter lock released.
+"""`RegionLibrary` calls the C library that decodes and resamples crops of JPEGs.
 
-The environment variable PACELINE_JPEG_REGION_LIBRARY gives the path of a built library. If the
-variable is not set, the library is built. A library is used only if its pixels equal those of the
-installed Pillow exactly.
+The calls release the interpreter lock. The environment variable PACELINE_JPEG_REGION_LIBRARY gives
+the path of a built library. If the variable is not set, the library is built. A library is used
+only if its pixels equal those of the installed Pillow exactly.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _TYPES: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Pieces:
-    """Pieces of files that one call of `RegionLibrary.read_many` reads.
+    """Byte ranges of files that one call of `RegionLibrary.read_many` reads.
 
     Attributes:
-        descriptors: File descriptor of each piece.
-        offsets: Offset of each piece in the file, in bytes.
-        sizes: Length of each piece in bytes.
-        targets: Memory address to which each piece is read.
-        outcomes: For each piece, the number of bytes read (-1 after an error), and the size and
+        descriptors: File descriptor of each byte range.
+        offsets: Offset of each range in its file, in bytes.
+        sizes: Length of each range in bytes.
+        targets: Memory address to which each range is read.
+        outcomes: For each range, the number of bytes read (-1 after an error), and the size and
             modification time of the file.
     """
 
@@ -91,12 +91,15 @@ class StoredFiles:
         return list(zip(self.addresses.tolist(), self.lengths.tolist(), strict=True))
 
     def of(self, rows: Sequence[int]) -> StoredFiles:
-        """Returns the files with the indices `rows`."""
+        """Returns the files with the given indices."""
         return StoredFiles([self.contents[row] for row in rows])
 
 
 class RegionLibrary:
-    """Calls the functions of the C library. Thread-safe: each thread has its own decoder state."""
+    """Decodes and resamples crops of JPEGs with the C library.
+
+    Thread-safe: each thread has its own decoder state.
+    """
 
     def __init__(self, path: Path) -> None:
         """Loads the library.
@@ -172,7 +175,7 @@ class RegionLibrary:
         return outcome == 0
 
     def sizes(self, files: StoredFiles) -> npt.NDArray[np.int32]:
-        """Returns a row (width, height) per file: the result of `size`, or zeros in place of None."""
+        """Returns width and height of each file, or zeros if the library does not support the file."""
         sizes = np.zeros((len(files.lengths), 2), dtype=np.int32)
         self._library.region_sizes(
             len(sizes), files.addresses.ctypes.data, files.lengths.ctypes.data, sizes.ctypes.data
@@ -193,18 +196,19 @@ class RegionLibrary:
         Args:
             files: The JPEGs.
             boxes: Left, top, right and bottom for each file.
-            turns: For each file, 1 to flip the result, and 1 if `down_first` is True.
+            turns: For each file, 1 to flip the result (else 0), and the result of `down_first` as 0
+                or 1.
             interpolation: Name of the resampling filter.
             outs: The array to fill for each file. All have the same shape.
 
         Returns:
-            For each file, True if its square was filled.
+            For each file, True if its array in `outs` was filled.
         """
         count, (side, _, channels) = len(outs), outs[0].shape
         targets = addresses_of_squares(outs)
         shapes = (files.lengths.shape, boxes.shape, turns.shape)
         if shapes != ((count,), (count, 4), (count, 2)):
-            raise ValueError(f"{count} squares, but shapes {shapes}")
+            raise ValueError(f"{count} output arrays expected, got arrays of the shapes {shapes}")
         outcomes = np.full(count, -1, dtype=np.int32)
         self._library.region_prepare_many(
             self._decoder(), count, files.addresses.ctypes.data, files.lengths.ctypes.data,
@@ -214,7 +218,7 @@ class RegionLibrary:
         return [outcome == 0 for outcome in outcomes.tolist()]
 
     def read_many(self, pieces: Pieces) -> None:
-        """Reads all pieces and sets `pieces.outcomes`. Does not raise."""
+        """Reads all byte ranges and records the results in `pieces.outcomes`. Does not raise."""
         arrays = (pieces.descriptors, pieces.offsets, pieces.sizes, pieces.targets, pieces.outcomes)
         addresses = [array.ctypes.data for array in arrays]
         self._library.region_read_many(len(pieces.sizes), *addresses)
@@ -227,7 +231,7 @@ class RegionLibrary:
 
 
 class _DecoderState:
-    """Memory that the library uses for one thread. Freed when the thread ends."""
+    """Memory that the C library uses for one thread; freed when the thread ends."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         handle = library.region_open()
@@ -268,10 +272,10 @@ def _is_supported(pixels: Pixels) -> bool:
 
 
 def check_square(out: Pixels) -> None:
-    """Raises ValueError if `out` has a type or memory layout to which the library must not write."""
+    """Raises ValueError unless `out` is a square array of bytes to which the C library can write."""
     writable = out.flags.c_contiguous and out.flags.writeable and out.dtype == np.uint8
     if out.shape[0] != out.shape[1] or not writable:
-        raise ValueError(f"an output is not a contiguous, writable square of bytes: {out.shape}")
+        raise ValueError(f"not a contiguous, writable square of bytes: {out.shape}")
 
 
 def addresses_of_squares(outs: Sequence[Pixels]) -> npt.NDArray[np.uint64]:
@@ -279,7 +283,7 @@ def addresses_of_squares(outs: Sequence[Pixels]) -> npt.NDArray[np.uint64]:
     for out in outs:
         check_square(out)
         if out.shape != outs[0].shape:
-            raise ValueError(f"squares differ in shape: {out.shape}, {outs[0].shape}")
+            raise ValueError(f"output arrays differ in shape: {out.shape}, {outs[0].shape}")
     return np.array([address(out) for out in outs], dtype=np.uint64)
 
 
@@ -304,7 +308,8 @@ def region_library() -> RegionLibrary:
 def _load_checked(named: str) -> RegionLibrary | tuple[str, str]:
     """Returns the library, or else the cause and the remedy of the failure.
 
-    The result is cached. A cached exception would keep its traceback alive.
+    The result is cached. It is no exception, because a cached exception would keep its traceback
+    alive.
     """
     try:
         library = _load_named(named) if named else _load_built()
@@ -337,7 +342,7 @@ def _load_built() -> RegionLibrary:
 
 
 def _load_copy(path: Path) -> RegionLibrary:
-    """Loads a copy of `path` with a new name. A process cannot load a changed file by its old name."""
+    """Loads a copy of `path`, because a process cannot load a changed file by its old name."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix="again-", suffix=".so") as copy:
         copy.write(path.read_bytes())
         copy.flush()
@@ -373,7 +378,7 @@ _FLIPPED = Image.Transpose.FLIP_LEFT_RIGHT
 
 
 def disagreement(library: RegionLibrary) -> str:
-    """Returns how the pixels of the library differ from Pillow's, or "" if they are equal.
+    """Returns which test image the library decodes differently from Pillow, or "" if there is none.
 
     The comparison takes about 20 ms, once per process. It ensures that untested versions of Pillow
     and libjpeg do not change a training.
@@ -388,7 +393,7 @@ def disagreement(library: RegionLibrary) -> str:
 
 
 def _files(width: int, height: int) -> list[bytes]:
-    """Returns JPEGs with 4:4:4, 4:2:2, 4:2:0 and 4:4:0 sampling, a progressive and a gray one."""
+    """Returns JPEGs to test the library with: all chroma subsamplings, a progressive and a gray file."""
     noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
     image = Image.fromarray(noise).resize((width, height), box=(0, 0, width / 4, height / 4))
     wide = _encoded(image, subsampling=1)
@@ -409,7 +414,10 @@ def _encoded(image: Image.Image, **options: object) -> bytes:
 
 
 def _with_tall_chroma(wide: bytes) -> bytes:
-    """Makes a 4:4:0 file, which Pillow cannot write, by exchanging the sides of a 4:2:2 file."""
+    """Returns a JPEG with 4:4:0 subsampling, made from one with 4:2:2 by exchanging width and height.
+
+    Pillow cannot write such files.
+    """
     frame = wide.index(b"\xff\xc0")
     height, width = wide[frame + 5 : frame + 7], wide[frame + 7 : frame + 9]
     start, rest = wide[: frame + 5], wide[frame + 12 :]
@@ -424,7 +432,7 @@ def _agrees(
     channels: int,
     flip: bool,
 ) -> bool:
-    """Returns True if the crops of a file and of the decoded file both equal Pillow's crop."""
+    """Returns True if the library and Pillow give the same crop, from a JPEG and from its pixels."""
     opened = Image.open(io.BytesIO(data))
     image = opened.convert(MODES[channels])
     left, top, right, bottom = fractions

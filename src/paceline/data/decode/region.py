@@ -2,7 +2,7 @@
 
 Pillow decodes files that the library does not support (formats other than JPEG, CMYK, rotation by
 Exif). Pillow also decodes damaged files and reports the damage. Each call of the library processes
-several samples with the interpreter lock released. Threads that take and release the lock for every
+several samples without the interpreter lock. Threads that take and release the lock for every
 sample would slow down each other and the training.
 """
 
@@ -43,7 +43,10 @@ _MOST_OPENED = 4
 
 
 class RegionDecoder(PillowDecoder):
-    """Decodes crops of JPEGs. The stage "decode" includes cropping and resampling of JPEGs."""
+    """Decodes crops of JPEGs with the C library.
+
+    The recorded time "decode" includes cropping and resampling.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class RegionDecoder(PillowDecoder):
         return self._library.square(pixels, box, flip, transform.interpolation, out)
 
     def fill_together(self, chunk: Chunk, out: Pixels) -> Sequence[int]:
-        """Fills several rows per call if the samples are stored in files. Returns the filled rows."""
+        """Decodes several samples with one call if they are stored in files, and returns their rows."""
         if not self.source.has_extents:
             return ()
         numbers = chunk.numbers.tolist()
@@ -126,12 +129,12 @@ class RegionDecoder(PillowDecoder):
     def _decode_together(
         self, by_row: dict[int, memoryview], numbers: Sequence[Sequence[float]], out: Pixels
     ) -> list[int]:
-        """Decodes several files with one call, and returns the filled rows.
+        """Decodes several files with one call, and returns the rows of the images in `out`.
 
         Args:
-            by_row: The bytes of a file for each row of the chunk.
-            numbers: Random numbers of all rows of the chunk.
-            out: Pixels of the chunk.
+            by_row: The bytes of the file for each row of `out` to fill.
+            numbers: Random numbers for augmentation, for all rows of `out`.
+            out: Receives the images, samples × height × width × channels.
         """
         transform, rows = self.transform, list(by_row)
         files = StoredFiles(list(by_row.values()))
@@ -159,11 +162,11 @@ class RegionDecoder(PillowDecoder):
     def note(self) -> str:
         if not self._refused:
             return ""
-        return f"{self._refused:,} of {self._seen:,} samples went to Pillow, not the region decoder"
+        return f"{self._refused:,} of {self._seen:,} samples were decoded by Pillow instead"
 
 
 def create_decoder(source: Source, transform: SquareTransform, **options: Any) -> RegionDecoder:
-    """Creates a region decoder with `region_library()`.
+    """Creates a `RegionDecoder`, and loads or builds the C library that it needs.
 
     Raises:
         RegionUnavailableError: If there is no usable library.
@@ -172,9 +175,9 @@ def create_decoder(source: Source, transform: SquareTransform, **options: Any) -
 
 
 class BulkRead:
-    """Reads the files of several samples with one call.
+    """Reads the files of several samples with one call into memory that it reuses.
 
-    Each reader is used by one thread only. A result is valid until the next call.
+    Used by one thread only. A result is valid until the next call.
     """
 
     def __init__(self, source: Source, *, pinned: bool = False) -> None:
@@ -201,10 +204,10 @@ class BulkRead:
         return stored
 
     def __call__(self, indices: Sequence[int]) -> list[memoryview | None]:
-        """Reads samples together. Returns None for each sample that was not read.
+        """Reads samples with one call. Returns None for each sample that was not read.
 
-        The caller reads such a sample with `Source.read`: it has no extent in a file, is too large,
-        or its shard has changed or is unreadable.
+        The caller reads such a sample with `Source.read`. The reason may be that it is not stored
+        in a file, that it is too large, or that its shard has changed or is unreadable.
         """
         if self._library is None:
             return [None] * len(indices)
@@ -222,7 +225,10 @@ class BulkRead:
         indices: Sequence[int],
         loans: dict[ShardFile, Loan | None],
     ) -> list[memoryview | None]:
-        """Reads samples, and adds every borrowed descriptor to `loans`. The caller gives them back."""
+        """Reads samples, and adds every file descriptor that it uses to `loans`.
+
+        The caller gives the descriptors back.
+        """
         views: list[memoryview | None] = [None] * len(indices)
         wanted: list[tuple[int, Loan, int, int]] = []
         left = _MOST_BYTES
@@ -258,7 +264,7 @@ class BulkRead:
         return views
 
     def _reserve(self, sizes: Int64) -> Int64:
-        """Returns an offset into the reader's memory for each file. Grows the memory if needed."""
+        """Returns an offset into the reader's memory for each file size. Grows the memory if needed."""
         ends = np.cumsum(-(-sizes // _ALIGNMENT) * _ALIGNMENT)
         if ends[-1] > len(self._memory):
             memory = torch.empty(int(ends[-1]) * 5 // 4, dtype=torch.uint8, pin_memory=self._pinned)

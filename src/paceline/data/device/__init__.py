@@ -1,1 +1,1 @@
-"""The input pipeline on the training device: decoders, resident splits, normalization and copies."""
+"""The input pipeline on the GPU: decoding, augmentation, normalization, copies and cached images."""

@@ -25,8 +25,9 @@ _INDEX_BYTES = 8
 class AugmentNumbers:
     """Converts random numbers to the integers that describe each sample's augmentation, on the host.
 
-    The `draws` random numbers of a sample become `count` integers: flip, down and right. With
-    cutout, the top and left of the blanked square follow. `TrainTransform` makes the same choices.
+    The `draws` random numbers of a sample become `count` integers: 1 to flip, and the shift down
+    and right in pixels. With cutout, the top and left edge of the blanked square follow.
+    `TrainTransform` makes the same choices.
     """
 
     def __init__(self, settings: DataSettings) -> None:
@@ -46,10 +47,13 @@ class AugmentNumbers:
 
 
 class DeviceAugment:
-    """Augments a batch of a resident set as `TrainTransform` does. Does not synchronize."""
+    """Augments images that are stored on the GPU, with the same result as `TrainTransform`.
+
+    Calls do not synchronize with the device.
+    """
 
     def __init__(self, pixels: torch.Tensor, settings: DataSettings) -> None:
-        """Creates the augmentation of a `ResidentSet` with these `pixels`."""
+        """Creates the augmentation of images with the memory layout of `ResidentSet.pixels`."""
         self._pixels = pixels
         self._size = settings.image_size
         self._cutout = settings.cutout
@@ -72,7 +76,7 @@ class DeviceAugment:
     def _shifted(self, indices: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Flips and shifts images by gathering pixels.
 
-        The index of a pixel is the index of the first pixel in the same line, plus the column.
+        A pixel's index is the index of the first pixel in its line, plus the column.
         """
         size = self._size
         flip, down, right = numbers[:3, :, None]
@@ -88,7 +92,6 @@ class DeviceAugment:
         return self._pixels.index_select(0, source.view(-1)).view(len(indices), size, size, -1)
 
     def _cutout_mask(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns a mask, samples × height × width, that is True inside the cutout."""
         away = self._sides - numbers[-2:, :, None]
         rows, columns = ((away >= 0) & (away < self._cutout)).unbind()
         mask: torch.Tensor = rows[:, :, None] & columns[:, None, :]

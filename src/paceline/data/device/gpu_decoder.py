@@ -1,6 +1,6 @@
-"""`GpuDecoder`: decodes and crops samples on the GPU, one chunk at a time.
+"""`GpuDecoder`: decodes and crops images on the GPU, several samples per call.
 
-nvJPEG decodes, and one Triton kernel crops, resamples and flips. Samples, boxes and flips are the
+nvJPEG decodes, and one Triton kernel crops, resamples and flips. Samples, crops and flips are the
 same as with host decoders. Pixels differ by a few levels, because decoders round and interpolate
 color differently. The host decodes files that the GPU does not support. The host also reports each
 corrupt file and decodes the replacement. Threads read ahead and keep the GPU's decoder busy. These
@@ -79,7 +79,7 @@ class GpuDecoder(Decoder):
         return GpuBatch(self, self.host.source, samples)
 
     def fill(self, chunk: Chunk) -> torch.Tensor:
-        """Returns the images of a chunk on the GPU. Waits until the GPU has finished."""
+        """Returns the images of a part of a batch. Waits until the GPU has finished decoding."""
         progress = chunk.progress
         with self._own_stream() as stream:
             began = perf_counter()
@@ -101,7 +101,10 @@ class GpuDecoder(Decoder):
         return out
 
     def _read(self, chunk: Chunk) -> tuple[list[int], list[JpegFile]]:
-        """Reads the samples of a chunk. Returns the rows and the files that the GPU can decode."""
+        """Reads the samples of a part of a batch.
+
+        Returns the rows and the files of the samples that the GPU can decode.
+        """
         if not hasattr(self._local, "read"):
             self._local.read = BulkRead(self.host.source, pinned=self.device.type == "cuda")
         rows = [row for row, index in enumerate(chunk.wanted) if not self._host_samples.has(index)]
@@ -142,8 +145,8 @@ class GpuDecoder(Decoder):
         """Queues the crop kernel for the decoded images.
 
         Returns:
-            The images of the chunk, the table that the kernel reads, and the rows that the host
-            must fill.
+            The images on the GPU, the kernel's table of image addresses and boxes (which must stay
+            alive until the kernel has finished), and the rows that the host must fill.
         """
         from paceline.data.device import kernels
 
@@ -180,7 +183,7 @@ class GpuDecoder(Decoder):
         out.index_copy_(0, places, torch.from_numpy(squares).to(self.device))
 
     def _cutout_corner(self, numbers: Sequence[float]) -> tuple[int, int]:
-        """Returns top and left of the cutout, the same as in `TrainTransform`."""
+        """Returns the top and left edge of the cutout, the same as in `TrainTransform`."""
         if not self.cutout:
             return 0, 0
         size, half = self.transform.size, self.cutout // 2
@@ -189,7 +192,7 @@ class GpuDecoder(Decoder):
 
     @contextmanager
     def _own_stream(self) -> Iterator[torch.cuda.Stream | None]:
-        """Makes this thread's own stream current. Yields None on a CPU, where tests run the kernel."""
+        """Makes a separate stream of this thread current. Yields None on a CPU."""
         if self.device.type != "cuda":
             yield None
             return
@@ -206,12 +209,12 @@ class GpuDecoder(Decoder):
         return f"{self.name}, {threads}"
 
     def note(self) -> str:
-        """Describes how many samples the GPU did not decode, and why. Returns "" if there are none."""
+        """Describes how many samples the host decoded instead of the GPU, and why, or returns ""."""
         return self._host_samples.note()
 
 
 class GpuBatch(BatchInProgress):
-    """A batch on the GPU. Its labels are in pinned host memory."""
+    """A batch whose images are decoded into GPU memory. Its labels are in pinned host memory."""
 
     def __init__(self, decoder: GpuDecoder, source: Source, samples: int) -> None:
         self._decoder = decoder
@@ -237,15 +240,16 @@ class GpuBatch(BatchInProgress):
 
 
 def _is_whole(image: DeviceImage | None, file: JpegFile) -> bool:
-    """Returns True if the image was decoded with the size in the file's header, which the box needs."""
+    """Returns True if the decoded image has the size in the file's header, for which the crop was chosen.
+    """
     return image is not None and image[1:] == (file.width, file.height)
 
 
 def chunks_of(length: int) -> list[tuple[int, int]]:
-    """Divides `length` samples into as few chunks as possible, of similar size and at most CHUNK each.
+    """Divides `length` samples into as few equal parts as possible, of at most CHUNK samples.
 
     Returns:
-        The first row and the end row of each chunk.
+        For each part, the index of its first sample and the index after its last one.
     """
     count = -(-length // CHUNK)
     size = -(-length // max(1, count))
@@ -253,7 +257,7 @@ def chunks_of(length: int) -> list[tuple[int, int]]:
 
 
 def _joined(images: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenates the images of all chunks on the consumer's stream."""
+    """Concatenates the images of all parts of a batch on the current stream."""
     if images[0].is_cuda:
         stream = torch.cuda.current_stream(images[0].device)
         for image in images:
@@ -277,7 +281,7 @@ class HostSamples:
         self._first_failure = ""
 
     def has(self, index: int) -> bool:
-        """Returns True if the host has decoded the sample before, and counts the sample."""
+        """Returns True if the host must decode this sample, and counts the sample."""
         reason = self._reasons.get(index)
         if reason is not None:
             self.add(index, reason)
@@ -293,7 +297,8 @@ class HostSamples:
 
         Args:
             problem: The decoder's message.
-            index: The sample that failed. None if a chunk failed as a whole, but not its files.
+            index: The sample that failed. None if decoding several files together failed, but each
+                one alone did not.
         """
         name = "a chunk" if index is None else self._source.name(index)
         with self._lock:
@@ -306,7 +311,7 @@ class HostSamples:
         )
 
     def note(self) -> str:
-        """Describes the numbers of samples, or returns "" if the GPU decoded all samples."""
+        """Describes how many samples the host decoded instead of the GPU, and why, or returns ""."""
         with self._lock:
             unsupported, failed = self._counts["unsupported"], self._counts["failed"]
         reasons = [f"{unsupported:,} not supported by the GPU"] if unsupported else []
@@ -358,7 +363,7 @@ def check_source(source: Source, settings: DataSettings) -> None:
         return  # the loader reports it
     if not encoded:
         raise ConfigError(
-            "data.decoder", settings.decoder, "decodes JPEGs, but these images are stored as pixels",
+            "data.decoder", settings.decoder, "decodes JPEG files, but these images are stored as raw pixels",
             "set data.decoder = 'auto'",
         )  # fmt: skip
 
@@ -372,7 +377,7 @@ def check_crop_kernel(device: torch.device, *, size: int, cutout: int) -> None:
     problem = _problem(device, size, cutout)
     if problem:
         raise ConfigError(
-            "data.decoder", "nvjpeg", f"its crops need Triton: {problem}",
+            "data.decoder", "nvjpeg", f"cropping on the GPU needs Triton: {problem}",
             "install triton and a C compiler, or set data.decoder = 'auto'",
         )  # fmt: skip
 
@@ -392,7 +397,7 @@ def _problem(device: torch.device, size: int, cutout: int) -> str:
 
 
 def _stretches(device: torch.device, size: int, cutout: int) -> bool:
-    """Resamples an image of one constant value, and returns True if the result has the same value."""
+    """Returns True if the crop kernel maps an image of one constant value to the same value."""
     from paceline.data.device import kernels
 
     image = torch.full((3, 2, 2), _LEVEL, dtype=torch.uint8, device=device)

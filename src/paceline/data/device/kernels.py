@@ -1,4 +1,4 @@
-"""Triton kernels that resample boxes of decoded images to squares, and normalize images in one pass.
+"""Triton kernels that crop decoded images and resample the crops, and that normalize images.
 
 `crop_kernel` reads a table with the address, box, flip and cutout of each decoded image. Images may
 have any size. One launch fills samples × height × width × 3 in uint8. The filter is Pillow's
@@ -33,7 +33,7 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit
 def _bound(position, most):
-    """Rounds the edge of a filter as Pillow does, and clamps the result to the image."""
+    """Rounds the first or last input position of a resampling filter as Pillow does, and clamps it."""
     return tl.minimum(tl.maximum((position + 0.5).to(tl.int32), 0), most)
 
 
@@ -46,7 +46,10 @@ def _weight(pixel, centre, reach):
 def crop_kernel(
     table, boxes, out, SIZE: tl.constexpr, CUTOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fills one line of one square per program. `boxes` is the memory of `table` as doubles."""
+    """Resamples the crop of one image to a square; each program computes one output line.
+
+    `table` has one row per image (see `new_table`). `boxes` is the same memory as float64.
+    """
     line = tl.program_id(0)
     entry = tl.program_id(1) * _COLUMNS
     image = tl.load(table + entry + _ADDRESS).to(tl.pointer_type(tl.uint8))
@@ -113,19 +116,23 @@ def crop_kernel(
 
 
 def new_table(samples: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Returns a table for `crop_kernel`, and the same memory as doubles for the columns from BOX on."""
+    """Returns an empty table for `crop_kernel`, one row per image, and the same memory as float64.
+
+    The columns before BOX are integers; the box in the last columns is float64.
+    """
     table = np.zeros((samples, COLUMNS), dtype=np.int64)
     return table, table.view(np.float64)
 
 
 def crop_into(out: torch.Tensor, table: torch.Tensor, *, cutout: int) -> None:
-    """Resamples the images in `table` to squares in `out`.
+    """Crops the images that `table` lists, and resamples the crops to the squares in `out`.
 
     The memory of the images must not be freed before the current stream has finished.
 
     Args:
         out: Samples × size × size × 3, uint8.
-        table: One row per image, on the device of `out`.
+        table: One row per image with address, crop box and flip (see `new_table`), on the device of
+            `out`.
         cutout: Side of the cutout in pixels, 0 for none.
     """
     size = out.shape[1]

@@ -68,7 +68,7 @@ class Normalizer:
         self._kernel = kernel
         self._extra = (channels_out or channels) - channels
         if self._extra < 0:
-            raise ValueError(f"channels_out = {channels_out} for {channels} channels")
+            raise ValueError(f"channels_out = {channels_out} must not be below channels = {channels}")
         self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory = ReusedMemory(_KEPT_RESULTS)
 
@@ -100,9 +100,10 @@ class Normalizer:
         return result.contiguous(memory_format=self._format)
 
     def _chunked(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalizes part by part, so that each part fits into the cache, and reuses memory.
+        """Normalizes a few images at a time, which fit into the CPU's cache. Reuses memory.
 
-        The result has the same bits as the plain operators, several times as fast.
+        The result has the same bits as that of the plain operators, which take several times as
+        long.
         """
         samples, height, width, channels = images.shape
         scale, shift = (c.view(1, -1).repeat(1, width) for c in (self._scale, self._shift))

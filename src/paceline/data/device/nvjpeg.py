@@ -66,12 +66,12 @@ class DeviceImage(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """The result of decoding a chunk.
+    """The result of decoding several files.
 
     Attributes:
         images: One image per file. The pixels are complete when the current stream has finished.
         held: Memory that must not be freed before the images are complete.
-        problem: nvJPEG's message for the first file or chunk that failed.
+        problem: nvJPEG's message for the first failure.
     """
 
     images: list[DeviceImage | None]
@@ -135,7 +135,7 @@ def _before_scan(data: Bytes) -> JpegFile | None:
 
 
 def _at_scan(found: JpegFile | None, components: int, restarts: bool) -> JpegFile | None:
-    """Adds to the kind at the first scan whether the file has restart markers.
+    """Completes `JpegFile.kind` at the first scan, by whether there are restart markers.
 
     Returns None for a sequential file with components in separate scans, which JPEG engines do not
     support.
@@ -146,7 +146,7 @@ def _at_scan(found: JpegFile | None, components: int, restarts: bool) -> JpegFil
 
 
 def _is_plain(marker: int, segment: bytes) -> bool:
-    """Returns True if all decoders give the same pixels despite this segment."""
+    """Returns True unless this metadata segment makes decoders return different pixels."""
     if marker == _APP1:
         return _is_upright(segment)
     if marker == _ADOBE:
@@ -291,9 +291,9 @@ class NvJpeg:
             finish_current(self._device)
 
     def _is_batched(self, states: NvJpegStates, file: JpegFile, address: int, length: int) -> bool:
-        """Returns True if the engines support the file.
+        """Returns True if the GPU's JPEG engines support the file.
 
-        Asks nvJPEG only once per kind, for files of common size.
+        Remembers nvJPEG's answer for files of common size with the same coding parameters.
         """
         engine = self._handles.engine
         if not engine:
@@ -312,7 +312,10 @@ class NvJpeg:
 
 
 def _allocate(sizes: Int64, device: torch.device) -> tuple[torch.Tensor, Targets]:
-    """Allocates memory for images of these sizes. Returns the memory, and its layout for nvJPEG."""
+    """Allocates memory for images of these sizes.
+
+    Returns the memory, and for each image the addresses and pitches that nvJPEG expects.
+    """
     pixels = sizes[:, 0] * sizes[:, 1]
     ends = np.cumsum(-(-3 * pixels // _ALIGNMENT) * _ALIGNMENT)
     memory = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
@@ -331,7 +334,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _raise_unless_a_file(error: NvJpegError) -> None:
-    """Raises RunError if `error` is of a kind that no file can cause."""
+    """Raises RunError if the file that is decoded cannot be the cause of `error`."""
     _raise_if_memory(error)
     if error.status not in _FILES_FAULTS:
         raise RunError(

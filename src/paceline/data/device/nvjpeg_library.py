@@ -1,4 +1,4 @@
-"""`NvJpegLibrary` calls the functions of NVIDIA's nvJPEG; `NvJpegHandles` manages handles and states.
+"""`NvJpegLibrary` calls NVIDIA's nvJPEG; `NvJpegHandles` manages its handles and decoder states.
 
 torchvision also calls nvJPEG, but reads files from pageable memory and makes one call at a time.
 """
@@ -53,7 +53,7 @@ class NvJpegError(RuntimeError):
 
 
 class NvJpegLibrary:
-    """The functions of nvJPEG. Threads may share handles, but not states and bitstreams.
+    """Calls the functions of nvJPEG. Threads may share handles, but not states and bitstreams.
 
     The constructor raises OSError if the library cannot be loaded.
     """
@@ -109,7 +109,7 @@ class NvJpegLibrary:
         return widths[0], heights[0]
 
     def is_batched(self, handle: int, bitstream: int, address: int, length: int) -> bool:
-        """Returns True if the GPU's JPEG engines support the file."""
+        """Returns True if the GPU's JPEG engines can decode the file as part of a batch."""
         no = ctypes.c_int(1)
         self._call(
             "nvjpegJpegStreamParseHeader", _pointer(handle), _pointer(address),
@@ -210,7 +210,7 @@ def _array(numbers: npt.NDArray[np.generic]) -> object:
 
 
 class NvJpegStates:
-    """nvJPEG's states for decoding a chunk: one for batches on the engines, one for single files."""
+    """Decoder states of nvJPEG: one for batches on the GPU's JPEG engines, one for single files."""
 
     def __init__(self, library: NvJpegLibrary, engine: int, cores: int) -> None:
         self._library = library
@@ -231,13 +231,14 @@ class NvJpegStates:
 
 
 class NvJpegHandles:
-    """Handles of nvJPEG on one GPU, and a few states that threads borrow.
+    """Handles of nvJPEG on one GPU, and a few decoder states that threads borrow.
 
     Each state has its own memory and a dozen streams, and a single state keeps the JPEG engines
     busy. So there are fewer states than threads.
 
     Attributes:
-        engine: Handle of the JPEG engines. 0 if the GPU has none, or if they reject the valid file.
+        engine: Handle of the JPEG engines. 0 if the GPU has none, or if they cannot decode a valid
+            test file.
         cores: Handle of the GPU's cores.
         any: `engine` if it is not 0, else `cores`.
     """
@@ -277,7 +278,10 @@ class NvJpegHandles:
 
     @contextmanager
     def borrowed(self) -> Iterator[NvJpegStates]:
-        """Lends idle states. Waits if there are none. Discards the states after an error."""
+        """Lends decoder states that no thread uses, and waits if there are none.
+
+        Discards the states after an error.
+        """
         states, kept = self._idle.get(), None
         try:
             if states is None:

@@ -1,7 +1,8 @@
-"""`ResidentSet`, a whole split decoded once into device memory; `ResidentDecoder`, its decoder.
+"""Keeps all decoded images of a split in GPU memory (`data.resident`).
 
-The batches equal the batches of decoders on the host. Only a few integers per sample are sent to
-the device. One thread computes these integers one batch ahead.
+`ResidentSet` has the images, and `ResidentDecoder` makes batches of them. The batches equal those
+of decoders on the host. Only a few integers per sample are sent to the device. One thread computes
+these integers one batch ahead.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _PIECE_BYTES = 16 * _MIB
 
 @dataclass(frozen=True)
 class PixelForm:
-    """Describes the squares that a resident set stores.
+    """Size, channels and resampling filter of the images that a `ResidentSet` stores.
 
     Attributes:
         channels: 1 or 3.
         size: Side of the square in pixels.
-        short_side: Short side of the image in pixels before the center crop to the square.
+        short_side: Short side in pixels to which an image is resized before the center crop.
         interpolation: Name of the resampling filter.
     """
 
@@ -53,7 +54,7 @@ class PixelForm:
 
     @classmethod
     def of(cls, settings: DataSettings, *, training: bool) -> PixelForm:
-        """Returns the form for training or evaluation."""
+        """Returns how images are stored for training, or for evaluation, according to the settings."""
         size = settings.image_size
         short_side = size if training else settings.eval_resize or size
         return cls(settings.channels, size, short_side, settings.interpolation)
@@ -63,7 +64,7 @@ class PixelForm:
         return self.size, self.size, self.channels
 
     def ready(self, source: Source) -> Pixels | None:
-        """Returns the pixels of all samples if the source has them in this form, else None."""
+        """Returns the decoded images of `source` if they already have this size, else None."""
         pixels = source.pixels
         if pixels is None or pixels.shape[1:] != self.shape or self.size != self.short_side:
             return None
@@ -75,11 +76,11 @@ class PixelForm:
 
 @dataclass(frozen=True)
 class ResidentSet:
-    """A whole decoded split on the device. Must not be modified.
+    """All decoded images of a split, in memory of the device. Must not be modified.
 
     Attributes:
-        pixels: One row per pixel. All pixels of a sample are followed by the next sample. A last
-            black pixel serves positions outside of images. Corrupt samples are zeros.
+        pixels: Pixels × channels, uint8: the pixels of all images one after the other, then one
+            black pixel for positions outside of images. Corrupt samples are zeros.
         labels: The class index of each sample.
         shape: Height, width and channels of an image.
         corrupt: The corrupt samples by sample index.
@@ -107,7 +108,10 @@ class ResidentSet:
 
 
 class ResidentDecoder(Decoder):
-    """Makes batches from a resident set. Augments on the device if `settings` is given."""
+    """Makes batches of images that stay decoded in GPU memory (`ResidentSet`).
+
+    If `settings` is given, augments the images on the GPU.
+    """
 
     def __init__(self, resident: ResidentSet, settings: DataSettings | None = None) -> None:
         self.resident = resident
@@ -130,7 +134,8 @@ class ResidentDecoder(Decoder):
 
 
 class ResidentBatch(BatchInProgress):
-    """A batch of a resident set: the sample index and augmentation integers of each row."""
+    """A batch of images from a `ResidentSet`: threads write sample indices and augmentation choices.
+    """
 
     def __init__(self, decoder: ResidentDecoder, samples: int) -> None:
         self._decoder = decoder
@@ -172,11 +177,11 @@ _SETS: WeakKeyDictionary[Source, dict[tuple[PixelForm, torch.device], ResidentSe
 def resident_set(
     source: Source, form: PixelForm, workers: int, device: torch.device
 ) -> ResidentSet:
-    """Returns the resident set of a split, and decodes the split on the first call.
+    """Returns all decoded images of a split in GPU memory. Only the first call decodes them.
 
     Args:
         source: The samples of the split.
-        form: How to store the images.
+        form: Size and channels of the stored images.
         workers: Number of threads that decode.
         device: The device that stores the images.
     """
@@ -236,7 +241,7 @@ def _job(
 def create_decoder(
     source: Source, settings: DataSettings, device: torch.device, training: bool
 ) -> tuple[ResidentDecoder | None, str]:
-    """Creates a decoder that keeps the whole split on the device.
+    """Creates a decoder that keeps all decoded images of the split in GPU memory.
 
     Args:
         source: The samples of the split.
@@ -245,12 +250,12 @@ def create_decoder(
         training: True to augment the images.
 
     Returns:
-        The decoder and "". If the split cannot be resident and `data.resident` is "auto", None and
-        the reason.
+        The decoder and "". If the images cannot be kept in GPU memory and `data.resident` is
+        "auto", None and the reason.
 
     Raises:
-        ConfigError: If `data.resident` is "on" and the split cannot be resident, or if it does not
-            fit into device memory.
+        ConfigError: If `data.resident` is "on" and the images change between reads, or if GPU
+            memory is too small.
     """
     wanted = settings.resident
     if not source.is_constant:
@@ -270,7 +275,7 @@ def create_decoder(
         resident = resident_set(source, form, settings.workers, device)
     except torch.OutOfMemoryError:
         # An error even with "auto", because ranks and resumed runs must not choose differently by chance.
-        raise _error(settings, f"no room for {size:,.0f} MiB on {device}") from None
+        raise _error(settings, f"the decoded images need {size:,.0f} MiB, more than {device} has free") from None
     return ResidentDecoder(resident, settings if training else None), ""
 
 

@@ -1,4 +1,4 @@
-"""CUDA streams other than the stream of the training, and copies of batches to the device in advance.
+"""CUDA streams for decoding and for copies of batches to the device ahead of their use.
 
 torch gives freed memory back to the stream that allocated the memory. Work on other streams must
 have finished by then, so these functions wait. On a CPU, where tests replace the GPU, they do
@@ -19,7 +19,7 @@ from paceline.data.decode.decoder import BatchInProgress, Decoder
 
 @contextmanager
 def drained_stream(device: torch.device) -> Iterator[None]:
-    """Makes a separate stream current. At the end of the context, waits for all work on it."""
+    """Makes a separate stream current, and waits at the end of the context for all work on it."""
     if device.type != "cuda":
         yield
         return
@@ -48,7 +48,7 @@ def finish_current(device: torch.device) -> None:
 
 
 class CopyingDecoder(Decoder):
-    """Copies the batches of a host decoder to the device ahead of their use.
+    """Copies the batches of a decoder on the host to the GPU ahead of their use.
 
     The thread that fills the last chunk of a batch queues the copy on a separate stream, so that
     the copy overlaps with the step of an earlier batch. The consumer's stream only waits for an

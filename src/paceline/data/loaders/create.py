@@ -1,6 +1,6 @@
-"""Creates the loaders for the settings, with the decoder that the settings choose.
+"""Creates the data loaders that the settings ask for.
 
-Batches come from a split that is resident on the device, from the GPU's JPEG decoder, or from a
+Batches come from images that stay decoded in GPU memory, from the GPU's JPEG decoder, or from a
 decoder on the host. The description of a loader names the decoder, and the reason if a faster one
 cannot be used.
 """
@@ -57,7 +57,7 @@ def create_train_loader(
         augment: The user's function that augments an image on the host (see `own_augment`).
 
     Raises:
-        DataError: If the data cannot be read to make a split resident.
+        DataError: If images that should stay in GPU memory cannot be read.
         ConfigError: If `data.resident = on` or `data.decoder` is impossible with this data or
             device.
     """
@@ -123,7 +123,7 @@ def create_host_decoder(
     *,
     pin_memory: bool = False,
 ) -> PillowDecoder:
-    """Creates a decoder on the host. The region library is only built if the source has JPEGs.
+    """Creates a decoder on the host. Builds its C library only if the source has JPEGs.
 
     Args:
         source: The samples.
@@ -168,7 +168,7 @@ def _has_jpegs(source: Source) -> bool:
 def _resident_decoder(
     source: Source, transform: SquareTransform, settings: DataSettings, device: torch.device
 ) -> tuple[Decoder | None, str]:
-    """Returns a decoder of a resident split, or None and the reason for the loader's description."""
+    """Returns a decoder that keeps all images in GPU memory, or None and the reason why not."""
     own = isinstance(transform, ImageAugment)
     training = isinstance(transform, TrainTransform)
     if own and settings.decoder in DEVICE_DECODERS:

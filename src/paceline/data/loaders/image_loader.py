@@ -33,7 +33,7 @@ _STATE = ("epoch", "batch", "seed", "samples", "batch_size", "world_size", "drop
 
 @dataclass(frozen=True)
 class EpochPlan(BatchPlan):
-    """The plan of one epoch. Every rank has at least one sample in every step.
+    """Divides the samples of one epoch among steps and ranks. No rank has an empty batch.
 
     The samples that remain after the last full step are divided among all ranks. If fewer samples
     remain than there are ranks, the remaining samples and the last full step are divided into two
@@ -54,7 +54,7 @@ class EpochPlan(BatchPlan):
 
     @property
     def _merges(self) -> bool:
-        """True if the remaining samples join the last full step."""
+        """True if the last full step also takes the remaining samples."""
         too_few = 0 < self._rest < self.world_size <= self.samples
         return too_few and self.global_batch + self._rest < 2 * self.world_size
 
@@ -64,7 +64,7 @@ class EpochPlan(BatchPlan):
         return full + (1 if self._rest and not self._merges else 0)
 
     def micro_batches(self, step: int, rank: int) -> list[Stretch]:
-        """Returns the positions of the single micro-batch of `rank` in `step`."""
+        """Returns a list with the single range of the sample order that `rank` reads in `step`."""
         offset = self.epoch * self.samples
         rest = self._rest
         first, steps, length = step, 1, self.global_batch
@@ -175,8 +175,8 @@ class ImageLoader(Closing):
         too_few = len(self.source) < self.world_size
         if train and (too_few or len(self) < 1):
             raise DataError(
-                f"{self.source.kind}: {len(self.source)} images for {self.world_size} ranks with batches "
-                f"of {batch_size}{' and drop_last' if drop_last else ''}",
+                f"{self.source.kind}: {len(self.source)} images are too few for {self.world_size} ranks "
+                f"with batches of {batch_size}{' and drop_last' if drop_last else ''}",
                 "use fewer ranks" if too_few else "use smaller batches or fewer ranks",
             )
 
@@ -232,7 +232,7 @@ class ImageLoader(Closing):
                 raise ConfigError(f"ImageLoader: {name}", None, "is missing in the state")
             if name not in ("epoch", "batch") and state[name] != here[name]:
                 raise ConfigError(
-                    f"ImageLoader: {name}", here[name], f"differs from the saved state's {state[name]}",
+                    f"ImageLoader: {name}", here[name], f"the saved state has {state[name]}",
                     "continue with the arguments and data of the loader that was saved",
                 )  # fmt: skip
         self._stop()
@@ -306,7 +306,7 @@ def _check(name: str, value: object, valid: bool, remedy: str) -> None:
 
 
 def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the given settings as field names of `DataSettings`, without the prefix `data.`."""
+    """Removes the prefix `data.` from the keys. Raises ConfigError for unknown settings."""
     hints = get_type_hints(DataSettings)
     values = {}
     for key, value in given.items():
@@ -319,7 +319,7 @@ def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Returns the rank and the number of ranks; torch.distributed provides the defaults."""
+    """Returns rank and number of ranks. The defaults are those of torch.distributed."""
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()

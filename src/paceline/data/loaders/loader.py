@@ -68,7 +68,7 @@ class EvalBatches(_Loader, Protocol):
 
 
 class _Base(Closing, Generic[Samples]):
-    """The common part of both loaders.
+    """Base class of both loaders, which prefetches batches.
 
     `next` raises DataError if storage fails, or if more samples of this rank are corrupt than
     `max_corrupt_share` allows.
@@ -85,7 +85,7 @@ class _Base(Closing, Generic[Samples]):
         return Prefetcher(jobs, self._decoder.workers, self._depth)
 
     def _job(self, count: int, samples: Samples) -> _Job:
-        """Returns a job that makes one batch. Only the job refers to the batch, for memory reuse."""
+        """Returns the work of making one batch. Only the result refers to the batch, for memory reuse."""
         batch = self._decoder.begin(count)
         chunks = [partial(self._fill, batch, samples, rows) for rows in batch.cuts]
         return Job(chunks, partial(self._finish, batch), batch.complete)
@@ -94,7 +94,7 @@ class _Base(Closing, Generic[Samples]):
     def _fill(
         self, batch: BatchInProgress, samples: Samples, rows: tuple[int, int], progress: Progress
     ) -> Chunk:
-        """Fills `rows` of `batch` with samples from `samples`. Returns the filled chunk."""
+        """Decodes the samples of `rows`, a part of the batch, and returns that part."""
 
     def _finish(self, batch: BatchInProgress, chunks: list[Chunk]) -> Batch:
         corrupt = self._log.report(sample for chunk in chunks for sample in chunk.corrupt)
@@ -115,8 +115,8 @@ class _Base(Closing, Generic[Samples]):
 class TrainLoader(_Base[int]):
     """Iterates over this rank's micro-batches in order, from `first_step` to the end of the run.
 
-    If `rank` is a sequence, each step has the micro-batches of these ranks, one rank after the
-    other.
+    If `rank` is a sequence, the loader yields the micro-batches of all these ranks in each step,
+    one rank after the other.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class TrainLoader(_Base[int]):
     ) -> None:
         super().__init__(decoder, order.count, prefetch_batches, max_corrupt_share)
         if plan.samples != order.count:
-            raise ValueError(f"a plan for {plan.samples} samples, an order of {order.count}")
+            raise ValueError(f"a plan for {plan.samples} samples, but an order of {order.count}")
         self._order = order
         self._plan = plan
         ranks = (rank,) if isinstance(rank, int) else tuple(rank)
@@ -181,7 +181,7 @@ class EvalLoader(_Base[Int64]):
     ) -> None:
         super().__init__(decoder, samples, prefetch_batches, max_corrupt_share)
         if not 0 <= rank < world_size or batch_size < 1:
-            raise ValueError(f"rank {rank} of {world_size}, batches of {batch_size}")
+            raise ValueError(f"rank {rank} of {world_size}, batch_size {batch_size}: out of range")
         self._indices: Int64 = np.arange(rank, samples, world_size, dtype=np.int64)
         self._batch_size = batch_size
         self._passes: list[Prefetcher[Chunk, Batch]] = []

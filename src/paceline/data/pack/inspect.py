@@ -44,14 +44,14 @@ _PIECE_BYTES = 4 << 20
 
 @dataclass
 class SplitFacts:
-    """Counts of the samples, formats and sizes in a split.
+    """Number of samples, file formats and image sizes of a split.
 
     Attributes:
         samples: Number of samples.
         classes: Number of classes.
         per_class: Minimum, median and maximum number of samples per class.
         empty_classes: Number of classes without samples.
-        looked_at: Number of decoded images. All following attributes describe these images.
+        looked_at: Number of images that were decoded. All following attributes describe only these.
         looked_bytes: Total size of the images as they are stored, in bytes.
         formats: Number of images per file format.
         modes: Number of images per Pillow mode.
@@ -73,7 +73,7 @@ class SplitFacts:
     corrupt: list[CorruptSample] = field(default_factory=list)
 
     def table(self) -> dict[str, object]:
-        """Returns the facts for JSON."""
+        """Returns the attributes as a dict for JSON."""
         size = round(self.looked_bytes * self.samples / max(1, self.looked_at))
         return {
             "samples": self.samples,
@@ -94,14 +94,14 @@ class SplitFacts:
 
 @dataclass
 class SetReport:
-    """Facts, notes and problems of a data set."""
+    """What `inspect_set` found: the counts of each split, notes and problems of the data set."""
 
     splits: dict[str, SplitFacts] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def table(self) -> dict[str, object]:
-        """Returns the report for JSON."""
+        """Returns the report as a dict for JSON."""
         splits = {name: facts.table() for name, facts in self.splits.items()}
         return {"splits": splits, "notes": self.notes, "problems": self.problems}
 
@@ -221,7 +221,7 @@ def inspect_split(
 
 
 def chosen(count: int, wanted: int) -> Int64:
-    """Selects `wanted` of `count` indices by a hash, in ascending order and equal in every call."""
+    """Selects `wanted` of `count` indices by a hash, so that every call returns the same. Ascending."""
     indices = np.arange(count, dtype=np.int64)
     if wanted >= count:
         return indices
@@ -308,7 +308,7 @@ def _checksum_problem(path: Path, shard: PackedShard) -> str:
     actual = digest.hexdigest()
     if actual == shard.sha256:
         return ""
-    return f"{path}: SHA-256 {actual[:12]}…, the manifest has {shard.sha256[:12]}…"
+    return f"{path}: its SHA-256 is {actual[:12]}…, but the manifest has {shard.sha256[:12]}…"
 
 
 def open_splits(

@@ -1,8 +1,8 @@
-"""`pack_splits` writes sources as tar shards in the WebDataset layout; `ShardWriter` writes one shard.
+"""`pack_splits` writes a data set as tar shards in the WebDataset layout.
 
-A pack contains `train-00000.tar` … with their indexes, `classes.json` and the manifest `pack.json`.
-An interrupted pack continues after its last complete shard. Incomplete files have temporary names.
-Nothing is written outside the directory.
+The output directory, called a pack, contains `train-00000.tar` … with their indexes, `classes.json`
+and the manifest `pack.json`. An interrupted call continues after its last complete shard.
+Incomplete files have temporary names. Nothing is written outside the directory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ShardWriter:
         return self._digest.hexdigest()
 
     def write_index(self, path: Path) -> None:
-        """Writes the index of this shard, after the shard is complete and named `path`."""
+        """Writes the index of this shard, which must be complete and renamed to `path`."""
         offsets, sizes, labels = np.array(self._places, dtype=np.int64).reshape(-1, 3).T
         index = ShardIndex(NameTable(self._names), offsets, sizes, labels)
         write_index(index_path(path), index, ShardStamp.of(path))
@@ -109,7 +109,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An encoded image for a shard. `copied` is False if the image was encoded again."""
+    """An image file to write into a shard. `copied` is False if the image was encoded again."""
 
     extension: str
     content: bytes
@@ -117,7 +117,7 @@ class PackedImage:
 
 
 def pack_image(data: bytes | npt.NDArray[np.uint8], options: PackOptions) -> PackedImage:
-    """Returns an image as a file for a shard, encoded again if needed.
+    """Returns the image file to write into a shard; encodes the image again if needed.
 
     Images that are small enough and have the wanted format are copied. All others are turned
     upright, scaled, and encoded as grayscale or RGB. Equal input and options give equal bytes with
@@ -238,7 +238,7 @@ def _alone(directory: Path) -> Iterator[bool]:
     with file_lock(directory / _LOCK_FILE, wait=False) as held:
         if held is False:
             raise DataError(
-                f"{directory}: another pack is writing to it", "wait until that pack ends"
+                f"{directory}: another paceline pack is writing to it", "wait until it ends"
             )
         yield held is True
 
@@ -257,8 +257,8 @@ def _check_split(manifest: PackManifest, split: str, source: Source, directory: 
     record = manifest.splits.setdefault(split, PackedSplit(identity, len(source)))
     if record.source != identity or record.samples != len(source):
         raise DataError(
-            f"{directory}: its {split} split was packed from other data "
-            f"({record.samples} samples, now {len(source)})",
+            f"{directory}: the {split} split in it was packed from other data "
+            f"({record.samples} samples; the source has {len(source)})",
             "pack into another directory",
         )
     record.check_shards(directory)
@@ -286,7 +286,7 @@ def _sweep(directory: Path) -> None:
 
 @dataclass(eq=False)
 class SplitPacker:
-    """Packs one split. Threads prepare images, and the calling thread writes the shards in order.
+    """Writes the shards of one split. Threads prepare images; the calling thread writes in order.
 
     The bytes of the shards depend on the source and the options, not on the number of threads or on
     interruptions. Processes would not be faster, because Pillow releases the interpreter lock for
@@ -324,7 +324,7 @@ class SplitPacker:
             for first in images:
                 self._write_shard(directory, itertools.chain([first], images))
         if not self._record.packed:
-            raise DataError(f"{self.split}: no image can be decoded", "check the source")
+            raise DataError(f"{self.split} split: no image can be decoded", "check the source")
         self._record.corrupt += self._pending
         self._record.complete = True
         self.manifest.save()
@@ -339,7 +339,7 @@ class SplitPacker:
             return index, CorruptSample(index, name, str(error))
 
     def _images(self, results: Iterator[tuple[int, Result]]) -> Iterator[tuple[int, PackedImage]]:
-        """Yields the images that are not corrupt, and records the corrupt ones."""
+        """Yields the images that can be decoded, and records the corrupt ones."""
         for index, result in results:
             self._position += 1
             if isinstance(result, CorruptSample):
@@ -383,7 +383,7 @@ class SplitPacker:
 
 
 def pack_order(count: int, options: PackOptions) -> Int64:
-    """Returns all sample indices in the order of the pack: shuffled by a hash, or as in the source."""
+    """Returns the order in which samples are written: shuffled by a hash, or as in the source."""
     indices = np.arange(count, dtype=np.int64)
     if not options.shuffle:
         return indices

@@ -1,1 +1,1 @@
-"""Sources: labelled images in shards, folders, arrays and Datasets."""
+"""Sources of labeled images: shards, folders, array files and map-style Datasets."""

@@ -30,7 +30,7 @@ _REMEDY = "fetch the file again"
 
 
 class ArraySource(Source):
-    """A source with all pixels in one array."""
+    """Base class of sources whose images are in one array."""
 
     is_in_memory = True
     pixels: Pixels
@@ -96,7 +96,7 @@ class IdxFiles(ArraySource):
 
 
 def find_idx(directory: Path, split: Split, part: str) -> Path | None:
-    """Returns the idx file with `part` of a split under any of its usual names, or None."""
+    """Returns the file of a split whose name contains `part`, in any of the usual spellings, or None."""
     stem = f"{_STEMS[split]}-{part}-ubyte"
     for name in (stem, stem.replace("-idx", ".idx")):
         for suffix in ("", ".gz"):
@@ -114,7 +114,7 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
         dimensions: Number of dimensions that the array must have.
 
     Raises:
-        DataError: If the file is damaged or no such array.
+        DataError: If the file is damaged, or has another type or number of dimensions.
     """
     header_bytes = 4 + 4 * dimensions
     magic = bytes([0, 0, _UNSIGNED_BYTE, dimensions])
@@ -124,14 +124,14 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
             header = file.read(header_bytes)
             if len(header) < header_bytes or header[:4] != magic:
                 raise DataError(
-                    f"{path}: no idx file of unsigned bytes in {dimensions} dimensions "
+                    f"{path}: is not an idx file of unsigned bytes in {dimensions} dimensions "
                     f"(begins with {header[:4].hex(' ')})",
                     _REMEDY,
                 )
             shape = np.frombuffer(header, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if size > _LIMIT_BYTES:
-                raise DataError(f"{path}: claims {size:,} bytes of pixels", _REMEDY)
+                raise DataError(f"{path}: too large, {size:,} bytes of pixels", _REMEDY)
             # One byte more is read, to detect a file that is too long. Reads pieces, because a header may
             # claim gigabytes that the file does not have.
             content = bytearray()
@@ -146,7 +146,7 @@ def read_idx(path: Path, dimensions: int) -> Pixels:
         raise DataError(f"{path}: cannot be read ({error.strerror})", "check the file") from None
     if len(content) != size:
         actual = "more" if len(content) > size else f"{len(content):,}"
-        raise DataError(f"{path}: {actual} bytes after a header for {size:,}", _REMEDY)
+        raise DataError(f"{path}: has {actual} bytes, but its header gives {size:,}", _REMEDY)
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -170,7 +170,10 @@ _LAYOUT = (
 
 
 def find_layout(directory: Path, split: Split) -> list[Path] | None:
-    """Returns the expected files of the first version with any file of `split`, or None."""
+    """Returns the paths of the split's files in the version of CIFAR-10 in `directory`, or None.
+
+    The version is the first of which any file exists. Some of the returned files may be missing.
+    """
     for suffix, folder in _VERSIONS:
         for place in (directory, directory / folder):
             paths = [place / (stem + suffix) for stem in _BATCHES[split]]
@@ -227,7 +230,8 @@ def read_sheet(path: Path) -> Pixels:
         raise DataError(f"{path}: cannot be decoded ({error})", _REMEDY) from None
     if sheet.shape[1] != _PIXELS:
         raise DataError(
-            f"{path}: {sheet.shape[1]} pixels wide, a sheet of CIFAR-10 is {_PIXELS}", _REMEDY
+            f"{path}: is {sheet.shape[1]} pixels wide, but a sheet of CIFAR-10 is {_PIXELS}",
+            _REMEDY,
         )
     return sheet.reshape(-1, SIDE, SIDE, CHANNELS)
 
@@ -239,7 +243,7 @@ def read_labels(path: Path) -> Int64:
     except ParseError as error:
         raise DataError(f"{path}: is not JSON ({error})", _REMEDY) from None
     if not isinstance(values, list):
-        raise DataError(f"{path}: is not a list of labels", _REMEDY)
+        raise DataError(f"{path}: is not a JSON list of class indices", _REMEDY)
     return _checked(values, path)
 
 
@@ -251,7 +255,7 @@ def read_binary(path: Path) -> tuple[Pixels, Int64]:
     content = np.frombuffer(_content(path), dtype=np.uint8)
     if not content.size or content.size % (1 + _BYTES):
         raise DataError(
-            f"{path}: {content.size} bytes, not a whole number of images of {1 + _BYTES}",
+            f"{path}: {content.size} bytes, which is not a multiple of {1 + _BYTES} bytes per image",
             _REMEDY,
         )
     rows = content.reshape(-1, 1 + _BYTES)

@@ -1,8 +1,7 @@
-"""`Source`: labelled images by index, independent of their storage.
+"""`Source`: the interface of a data set with labeled images, independent of how they are stored.
 
-A source sets `classes` and `labels` and implements `read`. Optional features of a kind of storage
-have defaults in `Source`, so that callers need not know the type of a source.
-`OwnSource` wraps sources from other packages and checks what they return.
+A source sets `classes` and `labels` and implements `read`. All other methods and attributes are
+optional. `OwnSource` wraps sources from other packages and checks what they return.
 
 `SubsetSource` contains some samples of a source. `validation_indices` selects the samples for
 validation with `data.val_split`. The selection depends on the labels only, not on the seed: all
@@ -33,7 +32,7 @@ Extent = tuple[ShardFile, int, int]
 
 
 class Source(ABC):
-    """Labelled images by index. `read` may be called by several threads at the same time.
+    """A data set of labeled images. Several threads may call `read` at the same time.
 
     Subclasses set `classes` and `labels` and implement `read`. The rest is optional.
 
@@ -91,7 +90,7 @@ class Source(ABC):
         return f"{type(self).__name__}[{i}]"
 
     def extent(self, i: int) -> Extent | None:
-        """Returns file, offset and size of an encoded image, or None if only `read` can read it."""
+        """Returns the file, offset and size of an encoded image, or None if only `read` can return it."""
         return None
 
     def close(self) -> None:  # noqa: B027  (optional)
@@ -99,7 +98,7 @@ class Source(ABC):
 
     @property
     def kind(self) -> str:
-        """The kind of storage, for messages."""
+        """The kind of data set, such as "tar shards", for messages."""
         return type(self).__name__
 
     @property
@@ -112,7 +111,7 @@ class Source(ABC):
         return {} if self.retry is None else {"read_retries": self.retry.count}
 
     def identity(self) -> bytes:
-        """Returns bytes that differ if the samples differ, without reading every image."""
+        """Returns bytes that identify the samples, such as a hash of file names, sizes and times."""
         if self.pixels is not None:
             return self.pixels.tobytes()
         names = (self.name(i).encode("utf-8", "surrogateescape") for i in range(len(self)))
@@ -140,7 +139,10 @@ def checked_source(source: Source) -> Source:
 
 
 class WrappedSource(Source):
-    """Forwards all calls to the source `whole`. Sample i is sample `at(i)` of `whole`."""
+    """Base class of sources that forward all calls to another source, `whole`.
+
+    Sample i is sample `at(i)` of `whole`.
+    """
 
     def __init__(self, whole: Source) -> None:
         self.whole = whole
@@ -232,7 +234,7 @@ def validation_indices(labels: Int64, share: float) -> Int64:
 
     The selection has at least one sample of each class with two or more samples, and none of a
     class with one sample. A hash of the class and of the sample's position in the class decides. So
-    a class that grows does not change the selection from other classes.
+    adding images to one class does not change the selection from other classes.
     """
     taken = []
     order = np.argsort(labels, kind="stable")
@@ -251,7 +253,7 @@ def split_source(source: Source, share: float, split: Split, *, owner: bool = Tr
         source: All samples.
         share: Fraction of the samples of each class for validation.
         split: The split to return.
-        owner: Closing the result also closes `source`. Set this for one split only.
+        owner: If True, closing the result also closes `source`. Use True for one split only.
 
     Raises:
         ConfigError: If no class has at least two samples.
@@ -287,7 +289,8 @@ class SubsetSource(WrappedSource):
             source: All samples.
             indices: Indices of the samples in the subset, ascending.
             note: Text to add to the note of `source`.
-            owner: Closing the subset also closes `source`, and the subset reports its counters.
+            owner: If True, closing the subset also closes `source`, and the subset reports the
+                counters of `source`.
         """
         super().__init__(source)
         self._indices = indices

@@ -2,8 +2,8 @@
 
 A cache keeps encoded files ("raw") or pixels ("decoded"). Decoded pixels are upright and have the
 channels of the run. Batches are the same as without a cache. Nothing is evicted: every sample is
-read once per epoch, so a cache with eviction would always miss. The stores `MemoryStore` and
-`DiskStore` are thread-safe. A sample whose read fails is not kept.
+read once per epoch, so a cache with eviction would always miss. `MemoryStore` and `DiskStore` keep
+the samples and are thread-safe. A sample whose read fails is not kept.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _HEADER = struct.Struct("<4sIqqIII")
 
 
 def cached(source: Source, settings: DataSettings, split: Split) -> Source:
-    """Adds the cache that the settings choose to `source`. Each split has its own cache.
+    """Wraps `source` in the cache that `data.cache` names, if any. Each split has its own cache.
 
     Args:
         source: The samples of the split.
-        settings: Settings with the kind, form and size limit of the cache.
+        settings: Settings with the kind and size limit of the cache.
         split: Name of the split, which separates caches on disk.
 
     Raises:
@@ -52,7 +52,7 @@ def cached(source: Source, settings: DataSettings, split: Split) -> Source:
     """
     if source.is_in_memory:
         raise ConfigError(
-            "data.cache", settings.cache, "these images are already in memory, or generated",
+            "data.cache", settings.cache, "a cache is useless: the images are in memory or generated",
             "set data.cache = 'none'",
         )  # fmt: skip
     if not source.is_constant:
@@ -83,9 +83,8 @@ class CachedSource(WrappedSource):
         Args:
             source: The source to read samples from that are not in the cache.
             store: Keeps the cached samples.
-            channels: Channels of decoded pixels. None keeps samples in the form that `source`
-                returns.
-            limit_mib: Size limit in MiB, for the note.
+            channels: Channels of the decoded images to keep. None keeps what `source.read` returns.
+            limit_mib: Size limit in MiB, for a message to the user.
         """
         super().__init__(source)
         self.has_extents, self.pixels, self.retry = False, None, None
@@ -181,16 +180,17 @@ class DiskStore:
     """Keeps samples in files on a local disk, shared by all ranks of a host and by later runs.
 
     Each sample is a file in `DIR/IDENTITY/`. The file gets its final name when it is complete. All
-    ranks share a size limit per data set and a locked counter of the used bytes. If the disk is
-    full or fails, a warning is printed, and the run continues without adding samples.
+    ranks of a host share the size limit; a locked file counts the used bytes. If the disk is full
+    or fails, a warning is printed, and the run continues without adding samples.
     """
 
     def __init__(self, directory: Path, identity: str, limit_bytes: int) -> None:
-        """Opens the store.
+        """Opens or creates the cache of one data set.
 
         Args:
             directory: Directory that contains all caches.
-            identity: Digest of data set, split and form, which names the cache's subdirectory.
+            identity: Digest of data set, split and stored format, which names the cache's
+                subdirectory.
             limit_bytes: Maximum total size of the files in bytes.
 
         Raises:
@@ -212,7 +212,7 @@ class DiskStore:
         self._count_if_alone()
 
     def _count_if_alone(self) -> None:
-        """Removes incomplete files and corrects the counter, if no other process has the store open."""
+        """Removes incomplete files and recounts the used bytes, if no other process uses the cache."""
         with suppress(OSError):
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             total = 0
@@ -265,7 +265,7 @@ class DiskStore:
             self._stop(unwritable(path, error))
 
     def _reserve(self, size: int) -> bool:
-        """Adds `size` to the used bytes under a lock. Returns False if the limit would be exceeded."""
+        """Adds `size` to the used bytes. Returns False if the size limit would be exceeded."""
         with self._lock:
             fcntl.flock(self._used, fcntl.LOCK_EX)
             try:
@@ -294,7 +294,7 @@ class DiskStore:
         return f"in {self._root}{stopped}"
 
     def close(self) -> None:
-        """Closes the counter file. The cached samples remain on disk."""
+        """Closes the file that counts the used bytes. The cached samples remain on disk."""
         with suppress(OSError):
             os.close(self._used)
             os.close(self._users)

@@ -1,4 +1,4 @@
-"""Class names: from `classes.json`, or the class indices as text.
+"""Reads class names from `classes.json`, or uses the class indices as names.
 
 `classes.json` is a list of {"cls": index, "name": text}, a list of names, or an object {name:
 index}. The indices must be 0, 1, 2 … without gaps.
@@ -53,5 +53,5 @@ def _pairs(content: Any, path: Path) -> list[tuple[int, str]]:
         if type(index) is not int or not isinstance(name, str):
             raise DataError(f"{path}: class {name!r} with index {index!r}", _FORM)
     if not pairs:
-        raise DataError(f"{path}: holds no classes", _FORM)
+        raise DataError(f"{path}: contains no classes", _FORM)
     return pairs

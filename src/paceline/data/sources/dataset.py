@@ -85,12 +85,12 @@ class DatasetSource(Source):
         if invalid.any():
             i = int(np.argmax(invalid))
             raise self._error(
-                i, f"label {self.labels[i]} is outside the {len(self.classes)} classes",
+                i, f"has label {self.labels[i]}, but there are {len(self.classes)} classes",
                 "labels are 0, 1, 2 …; give the names of all classes",
             )  # fmt: skip
 
     def _check_reads(self, items: Sequence[int]) -> None:
-        """Checks if repeated reads return equal items, and if several threads may read items."""
+        """Checks that repeated reads return equal items, and whether several threads may read items."""
         expected = {}
         for i in items:
             try:
@@ -125,8 +125,8 @@ class DatasetSource(Source):
     ) -> Int64:
         """Finds the label of each item.
 
-        Returns `given` if not None. Else returns the dataset's list of labels, if that list agrees
-        with the labels in `first`. Else reads every item.
+        Uses `given` if not None. Otherwise uses the dataset's list of labels if it agrees with
+        `first`, the labels of some items. Otherwise reads every item.
         """
         values = given if given is not None else _find(self._dataset, _own_labels)
         labels = None if values is None else _as_labels(values, count)
@@ -142,7 +142,7 @@ class DatasetSource(Source):
             if given is not None:
                 i = different[0]
                 raise self._error(
-                    i, f"has label {first[i]}, `labels` has {labels[i]}", "leave `labels` out"
+                    i, f"has label {first[i]}, but `labels` gives {labels[i]}", "leave `labels` out"
                 )
             # A target_transform changes the labels of the items, but not `dataset.targets`.
             self._notes.append(
@@ -311,7 +311,7 @@ def _length(dataset: Any, name: str) -> int:
     """Returns the number of items. Raises DataError if the dataset is empty or has no length."""
     remedy = "give a map-style dataset, with __len__ and __getitem__"
     if not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{name}: is no map-style dataset", remedy)
+        raise DataError(f"{name}: is not a map-style dataset", remedy)
     try:
         count = len(dataset)
     except Exception as error:
@@ -358,7 +358,7 @@ def _described(value: Any) -> str:
 
 
 def _find(dataset: Any, own: Callable[[Any], Any]) -> Any:
-    """Applies `own` to a dataset, or to the datasets in a `Subset` or `ConcatDataset`."""
+    """Calls `own` on the dataset, or on the datasets that a `Subset` or `ConcatDataset` wraps."""
     if isinstance(dataset, Subset):
         whole = _find(dataset.dataset, own)
         if whole is None or own is _own_classes:

@@ -86,7 +86,10 @@ class ImageFiles(Source):
         self._notes.append(text)
 
     def identity(self) -> bytes:
-        """Returns a digest of the names, sizes and times of all files. A million takes seconds."""
+        """Returns a hash of the names, sizes and modification times of all files.
+
+        A million files take seconds.
+        """
         ends, letters = self._paths.parts
         digest = hashlib.sha256(ends.tobytes() + letters)
         with ThreadPoolExecutor(_STAT_THREADS, thread_name_prefix="paceline-data-stat") as pool:
@@ -95,7 +98,7 @@ class ImageFiles(Source):
         return digest.digest()
 
     def _stats(self, start: int) -> bytes:
-        """Returns sizes and modification times of `_STATS` files from `start` on."""
+        """Returns sizes and modification times of `_STATS` files, from number `start` on."""
         parts = []
         for i in range(start, min(start + _STATS, len(self))):
             path = f"{self._root}/{self._paths[i]}"
@@ -224,7 +227,6 @@ def _images(
 
 
 def _inode(folder: Path | str) -> tuple[int, int]:
-    """Returns device and inode, which identify a directory."""
     try:
         status = os.stat(folder)  # noqa: PTH116
     except OSError as error:

@@ -42,7 +42,7 @@ def open_shards(
     retry: Retry | None = None,
     keep_index: bool = True,
 ) -> TarShards:
-    """Opens shards as a source, with their indexes.
+    """Opens tar shards as a `Source`. Builds or reads the index of each shard.
 
     Args:
         paths: The shards of one split.
@@ -70,7 +70,7 @@ def open_shards(
 
 
 class IndexStore:
-    """Reads, builds and writes the indexes of shards.
+    """Reads, builds and writes the indexes of shards: names, positions and labels of their images.
 
     Attributes:
         notes: Messages that name rebuilt indexes with the reason, and indexes that were not
@@ -78,14 +78,14 @@ class IndexStore:
     """
 
     def __init__(self, retry: Retry, keep: bool = True) -> None:
-        """Creates a store. If `keep` is False, the store writes nothing."""
+        """Creates a store that writes new indexes to disk if `keep` is True."""
         self._retry = retry
         self._keeps = keep
         self.notes: list[str] = []
         self._unusable: dict[Path, str] = {}
 
     def take(self, paths: Sequence[Path]) -> list[tuple[ShardStamp, ShardIndex]]:
-        """Returns stamp and index of each shard, in the order of `paths`.
+        """Returns size and time (`ShardStamp`) and index of each shard, in the order of `paths`.
 
         Raises:
             DataError: If a shard is damaged, invalid or unreadable.
@@ -190,7 +190,7 @@ def index_path(shard: Path) -> Path:
 
 
 def write_index(path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
-    """Writes the index of a shard in the state `stamp` to `path`. Raises DataError if writing fails."""
+    """Writes an index to `path`, with the shard's size and time. Raises DataError if that fails."""
     ends, letters = index.names.parts
     header = _HEADER.pack(
         _MAGIC, stamp.size, stamp.mtime_ns, stamp.probe, len(index), len(letters)
@@ -201,7 +201,7 @@ def write_index(path: Path, index: ShardIndex, stamp: ShardStamp) -> None:
 
 
 def read_index(path: Path, stamp: ShardStamp) -> ShardIndex | None:
-    """Reads the index of a shard in the state `stamp` from `path`. Returns None without such a file.
+    """Reads an index from `path`, and checks that it belongs to the shard. Returns None without a file.
 
     Raises:
         UnfitIndexError: If the index must not be used.

@@ -208,7 +208,7 @@ def metadata_labels(
     if classes is None and digits:
         highest = max(map(int, labels))
         if highest >= _MOST_CLASSES:
-            raise DataError(f"{path}: label {highest}", "labels are 0, 1, 2 …, or names of classes")
+            raise DataError(f"{path}: label {highest} is too large", "use 0, 1, 2 … or class names")
         classes = numbered_classes(highest + 1)
     elif classes is None:
         classes = sorted(set(labels))

@@ -93,7 +93,7 @@ def data_root(directory: str) -> Path:
 
 
 def kinds_of(directory: Path, split: Split) -> dict[Kind, str]:
-    """Returns the kinds of data that `directory` has for `split`, each with the evidence as text."""
+    """Returns the kinds of data in `directory` for `split`, each with the file or folder it has."""
     shards, folder = shard_paths(directory, split), split_folder(directory, split)
     inside = bool(shards) and shards[0].parent == folder
     shard_pattern = f"{shards[0].parent.name}/*.tar" if inside else f"{split}-*.tar"
@@ -111,7 +111,7 @@ def detect(directory: Path, split: Split) -> Kind:
     kinds = kinds_of(directory, split)
     if len(kinds) > 1:
         raise DataError(
-            f"{directory}: has {' and '.join(kinds.values())}",
+            f"{directory}: has data of several kinds: {' and '.join(kinds.values())}",
             f"set data.source = {' or '.join(map(repr, kinds))}",
         )
     for kind in kinds:
@@ -201,7 +201,7 @@ def _check_unsplit(directory: Path) -> None:
 
 
 def has_validation(settings: DataSettings) -> str:
-    """Returns the evidence that the data has a validation set as text, or "" if it has none."""
+    """Returns a text that names the validation set in the data directory, or "" if there is none."""
     kinds = kinds_of(data_root(settings.dir), "val")
     if settings.source == "auto":
         return " and ".join(kinds.values())
@@ -281,7 +281,7 @@ def _shards(
 
 
 def _folder(directory: Path, split: Split, classes: Sequence[str] | None, retry: Retry) -> Source:
-    """Opens a split with class folders, or with images and a label file or metadata."""
+    """Opens a split whose images are in class folders, or in one folder with labels in a file."""
     root = split_folder(directory, split)
     if root is None and split == "train" and is_unsplit(directory):
         root = directory

@@ -50,7 +50,6 @@ def _opened(settings: DataSettings, split: Split, classes: Sequence[str] | None)
 
 
 def _cached(source: Source, settings: DataSettings, split: Split) -> Source:
-    """Adds the cache that the settings choose to `source`."""
     if settings.cache == "none":
         return source
     cached = load_part("data.sources.cache:cached", "data.cache", settings.cache)
@@ -65,7 +64,7 @@ def open_other(
 
     The result is the validation set of the directory, or all its images if there is no validation
     set. `data.val_split` applies only if these images are the training data of the run, for example
-    moved.
+    in a moved directory.
 
     Args:
         settings: The run's settings with the other directory.

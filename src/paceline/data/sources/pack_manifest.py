@@ -1,4 +1,4 @@
-"""`PackOptions`, the options of a pack; `PackManifest`, the record of the shards written so far."""
+"""`PackOptions`, the options of `paceline pack`; `PackManifest`, the record of the written shards."""
 
 from __future__ import annotations
 
@@ -72,13 +72,16 @@ class PackOptions:
             )
 
     def table(self) -> dict[str, object]:
-        """Returns the options that determine the bytes of the shards, for the manifest."""
+        """Returns the options that determine the bytes of the shards as a dict, for the manifest."""
         return {name: v for name, v in asdict(self).items() if name != "max_corrupt_share"}
 
 
 @dataclass(frozen=True)
 class PackedShard:
-    """A complete shard. `stop` is the position in the pack's sample order after the last sample."""
+    """A complete shard in a manifest.
+
+    `stop` is the position after its last sample, in the order in which samples are written.
+    """
 
     name: str
     samples: int
@@ -89,7 +92,11 @@ class PackedShard:
 
 @dataclass
 class PackedSplit:
-    """A split in a pack. `source` is the source's identity. `stop` also counts corrupt samples."""
+    """The shards of a split in a manifest.
+
+    `source` identifies the packed data set. `stop` is the number of processed samples, including
+    corrupt ones.
+    """
 
     source: str
     samples: int
@@ -124,10 +131,10 @@ class PackedSplit:
 
 
 class PackManifest:
-    """The state of a pack, in `pack.json` next to the shards.
+    """Contents of `pack.json`: the options of `paceline pack`, and the shards that are complete.
 
-    The file is replaced atomically after each shard. The manifest lets a pack continue after an
-    interruption, and prevents that different packs write to the same directory.
+    The file is replaced atomically after each shard. The manifest lets `paceline pack`
+    continue after an interruption, and prevents that other data or options are used for the rest.
     """
 
     def __init__(self, directory: Path, options: Mapping[str, object]) -> None:
@@ -148,7 +155,7 @@ class PackManifest:
             content = parse_json(read_regular(path))
             if content["version"] != _VERSION:
                 raise DataError(
-                    f"{path}: version {content['version']!r}, this Paceline reads {_VERSION}",
+                    f"{path}: version {content['version']!r}, but this Paceline reads only {_VERSION}",
                     "pack into another directory",
                 )
             manifest = cls(directory, dict(content["options"]))
@@ -162,7 +169,7 @@ class PackManifest:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"{path}: is not a manifest of a pack ({type(error).__name__}: {error})",
+                f"{path}: is not a manifest of paceline pack ({type(error).__name__}: {error})",
                 "restore it, or pack into an empty directory",
             ) from None
         return manifest
@@ -211,13 +218,13 @@ def encoder_versions() -> dict[str, str]:
 
 def _split(table: dict[str, Any]) -> PackedSplit:
     if not table.keys() >= {"shards", "corrupt"}:
-        raise ValueError("a split needs shards and corrupt")
+        raise ValueError("a split needs the keys shards and corrupt")
     split = from_table(PackedSplit, "splits", table)
     for shard in split.shards:
         # The name becomes a path, which must be valid and inside the directory.
         plain = os.path.basename(shard.name) == shard.name and "\0" not in shard.name  # noqa: PTH119
         if not plain or shard.name in ("", ".", "..") or len(shard.name.encode()) > _LONGEST_NAME:
-            raise ValueError(f"shard {short_repr(shard.name)}")
+            raise ValueError(f"invalid file name of a shard: {short_repr(shard.name)}")
     counts = [n for shard in split.shards for n in (shard.samples, shard.bytes, shard.stop)]
     if min(split.samples, split.copied, *counts) < 0:
         raise ValueError("counts must be whole numbers, 0 or more")

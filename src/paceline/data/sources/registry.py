@@ -17,18 +17,20 @@ Opener = Callable[[DataSettings, Split, Sequence[str] | None], Source]
 
 
 def named_validation(settings: DataSettings) -> str:
-    """Returns `data.source` as evidence of a validation set, for kinds that always have one."""
+    """Returns `data.source` as text, for kinds of data that always have a validation set."""
     return f"data.source = {settings.source}"
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """Functions for one kind of data.
+    """The functions that open one kind of data.
 
     Attributes:
-        open_split: Opens one split. The arguments are the settings, the split, the class names of
-            the training split or None, and False if nothing must be written next to the data.
-        validation: Returns the evidence that the data has a validation set, or "" if it has none.
+        open_split: Function that opens one split. Its arguments are the settings, the split, the
+            class names of the training split or None, and True if files may be written next to the
+            data.
+        validation: Function that returns a text that names the validation set of the data, or "" if
+            it has none.
     """
 
     open_split: Callable[[DataSettings, Split, Sequence[str] | None, bool], Source]
@@ -47,7 +49,7 @@ def register_source(name: str, opener: Opener) -> None:
 
 
 def source_kind(name: str) -> SourceKind:
-    """Returns the kind of data with this name."""
+    """Returns the functions that open the kind of data `name`."""
     kind = SOURCES.get(name, "data.source")
     if isinstance(kind, SourceKind):
         return kind
@@ -61,8 +63,8 @@ def source_kind(name: str) -> SourceKind:
 
 def _refuse(*_: object) -> Source:
     raise DataError(
-        "the data is a Python object, which the settings cannot open",
-        "use the program that made it, or give --data-dir",
+        "data.source = 'python': the data was an object of a Python program and cannot be opened",
+        "run that program again, or set --data-dir to a directory",
     )
 
 

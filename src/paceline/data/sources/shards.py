@@ -35,7 +35,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class UnpackedShard:
-    """The content of a compressed shard in memory. Raises DataError if it exceeds `limit_bytes`."""
+    """The decompressed content of a shard in memory. Raises DataError if it exceeds `limit_bytes`."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
         try:
@@ -68,7 +68,7 @@ class UnpackedShard:
 
 @dataclass(frozen=True)
 class TarFile:
-    """An open tar. `stamp` is None if the content is in memory."""
+    """An open tar. `stamp`, its size and time, is None if the content is in memory."""
 
     path: Path
     content: ShardFile | UnpackedShard
@@ -145,7 +145,7 @@ class TarShards(Source):
 
     def _place(self, i: int) -> tuple[TarFile, int, int]:
         if not 0 <= i < len(self.labels):
-            raise IndexError(f"sample {i} of {len(self.labels)}")
+            raise IndexError(f"sample {i} is out of range: there are {len(self.labels)} samples")
         file, offset, size = self._places[i].tolist()
         return self._files[file], offset, size
 
@@ -163,7 +163,7 @@ class TarShards(Source):
 
     @property
     def note(self) -> str:
-        """The notes added by `add_note`, for example about rebuilt indexes."""
+        """Notes for the user, for example about rebuilt indexes."""
         return "; ".join(self._notes)
 
     def add_note(self, text: str) -> None:

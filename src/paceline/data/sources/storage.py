@@ -1,4 +1,4 @@
-"""Functions that read files by position with retries, detect changes, lock, and write atomically."""
+"""Reads files by position with retries, detects changed files, locks files, and writes atomically."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class ShardStamp:
-    """The state of a shard when it was indexed.
+    """Size and time of a shard when it was indexed, to detect later changes.
 
     Attributes:
         size: Size of the shard in bytes.
@@ -94,7 +94,7 @@ class ShardStamp:
 
     @classmethod
     def of(cls, path: Path) -> ShardStamp:
-        """Returns the stamp of a file. Raises OSError if it cannot be read."""
+        """Returns size and time of a file. Raises OSError if the file cannot be read."""
         descriptor = regular_descriptor(path)
         try:
             status = os.fstat(descriptor)
@@ -105,13 +105,13 @@ class ShardStamp:
         return cls(status.st_size, status.st_mtime_ns, hashlib.sha256(probed).digest())
 
     def fits(self, status: os.stat_result) -> bool:
-        """Returns True if size and modification time in `status` equal the stamp."""
+        """Returns True if size and modification time in `status` are unchanged."""
         return status.st_size == self.size and status.st_mtime_ns == self.mtime_ns
 
 
 @dataclass(eq=False)
 class ShardFile:
-    """The content of a shard, read by position, so that threads share a descriptor without a lock.
+    """Reads a shard by position, so that threads can share its file descriptor without a lock.
 
     Reading a shard that was removed, truncated or replaced after it was indexed raises DataError,
     because images and labels would no longer match.
@@ -132,7 +132,7 @@ class ShardFile:
         data = self.retry.read(self.path, lambda: self._read(offset, size))
         if len(data) < size:
             raise DataError(
-                f"{self.path}: ends at byte {offset + len(data)}, but was longer at the start",
+                f"{self.path}: was truncated to {offset + len(data)} bytes since the start",
                 "do not change shards during a run; copy the shard again and resume",
             )
         return data
@@ -146,8 +146,8 @@ class ShardFile:
             may_open: Allows opening the file if it is not kept open.
 
         Returns:
-            The loan. None if the file must not be opened, or after an error, which `read` then
-            retries or reports.
+            The descriptor. None if the file must not be opened, or after an error, which `read`
+            then retries or reports.
         """
         if not (self.keep_open or may_open):
             return None
@@ -191,7 +191,7 @@ class ShardFile:
         return data
 
     def _check_name(self, descriptor: int) -> None:
-        """Raises DataError if the path of the shard now refers to a file other than the open one."""
+        """Raises DataError if the shard was replaced by another file while it was open."""
         now = time.monotonic()
         if not self.keep_open or now - self._checked_s < _CHECK_EVERY_S:
             return
@@ -216,7 +216,10 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Loan:
-    """A descriptor that stays open until `give_back`. `extra` is True if it was opened for this loan."""
+    """A file descriptor that stays open until `give_back`.
+
+    `extra` is True if the file was opened only for this loan.
+    """
 
     descriptor: int
     stamp: ShardStamp
@@ -243,7 +246,7 @@ def _pread(descriptor: int, offset: int, size: int) -> bytes:
 def unreadable(path: Path | str, error: OSError) -> DataError:
     return DataError(
         f"{path}: cannot be read ({error.strerror or error})",
-        "check that the data directory is still there and mounted, and its permissions",
+        "check that the data directory exists, is mounted and is readable",
     )
 
 

@@ -1,8 +1,8 @@
 """The index of a tar shard: names, positions and labels of the samples. `index_store` writes indexes.
 
 A shard has the WebDataset layout: `key.jpg` (or .jpeg, .png, .webp) and `key.cls` with the class
-index in ASCII. The key ends at the first dot of the file name. Other members are ignored. If
-samples would silently be lost, an error is raised.
+index in ASCII. The key ends at the first dot of the file name. Other members are ignored. A shard
+in which an image has no label, or a label no image, is an error.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def scan_shard(path: Path, content: BinaryIO) -> ShardIndex:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Divides the name of a member into key and extension, as webdataset does.
+    """Divides the name of a file in a tar into key and extension, as webdataset does.
 
     The key of a hidden file is empty.
     """
@@ -118,7 +118,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 class _Member(tarfile.TarInfo):
-    """A member that parses headers of regular files three times as fast as tarfile.
+    """A tar entry that parses headers of regular files three times as fast as tarfile.
 
     All other headers are left to tarfile.
     """
@@ -169,7 +169,7 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
                 if not (member.isfile() or member.isdir()) or member.issparse():
                     raise DataError(
                         f"{path}: {member.name!r} is a link, device or sparse file",
-                        "shards hold plain files only; " + _REBUILD,
+                        "shards may contain only regular files; " + _REBUILD,
                     )
                 size = member.size if member.isfile() else 0
                 end = member.offset_data + -(-size // _BLOCK) * _BLOCK
@@ -185,14 +185,14 @@ def tar_members(path: Path, content: BinaryIO) -> Iterator[tarfile.TarInfo]:
             raise  # the shard may be complete, so the caller may try again
         raise DataError(f"{path}: not a readable tar shard ({error})", _REBUILD) from None
     if len(tail) < _BLOCK:
-        raise DataError(f"{path}: truncated, no end marker at byte {end}", _REBUILD)
+        raise DataError(f"{path}: truncated: no end marker at byte {end}", _REBUILD)
     if any(tail[:_BLOCK]):
         raise DataError(f"{path}: damaged member header at byte {end}", _REBUILD)
     # Zeros in the middle, for example of an incomplete download, look like the end.
     if any(tail) or len(tail) > _MOST_AFTER_END:
         raise DataError(
-            f"{path}: continues after its end marker at byte {end}",
-            f"{_REBUILD}; records are 10,240 bytes (`tar -b 20`, the default)",
+            f"{path}: has data after the end marker at byte {end}",
+            f"{_REBUILD} with tar's default record size (`tar -b 20`)",
         )
 
 
@@ -265,5 +265,5 @@ def scan_file(path: Path, retry: Retry) -> ShardIndex:
 
 
 def stamp_of(path: Path, retry: Retry) -> ShardStamp:
-    """Returns the stamp of a shard. Raises DataError if the shard cannot be read."""
+    """Returns size and time of a shard (`ShardStamp`). Raises DataError if it cannot be read."""
     return retry.read(path, lambda: ShardStamp.of(path))
