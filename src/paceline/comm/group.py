@@ -1,6 +1,7 @@
-"""`Group`: all ranks of a run; handles agreement, errors of single ranks, and watched collectives.
+"""`Group`: all ranks of a run, their collectives, and the handling of errors of single ranks.
 
-A single process without a launcher is a group of one rank, which needs no backend.
+A single process without a launcher is a group of one rank, which needs no backend of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class SharedFacts:
-    """Collects values that must be equal on all ranks, during a `Group.phase`."""
+    """Collects values that must be equal on all ranks, in a block of `Group.phase`."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -54,15 +55,17 @@ class SharedFacts:
 
 
 class Group(Collectives):
-    """All ranks of the run. All ranks call every method except `close` in the same order.
+    """The ranks of a run: runs collectives, and makes all ranks raise the same errors.
+
+    All ranks call every method except `close` in the same order.
 
     Args:
         topology: This rank, and the address of the rendezvous.
         settings: The section `[comm]`.
         device: The device of this rank's tensors.
         show_error: Shows an error if the watchdog ends this process.
-        shared: Settings that must be equal on all ranks of the job. They also help to recognize ranks
-            of another job at the same port.
+        shared: Settings that must be equal on all ranks. They also help to recognize ranks of another
+            job at the same port.
         versions: Version of each software package, which must be equal on all ranks.
         elastic: True if the program calls `regroup` after a `LostMemberError`; otherwise
             `comm.min_ranks` has no effect.
@@ -237,7 +240,7 @@ class Group(Collectives):
             self._watchdog.asked_to_stop = asked_to_stop
 
     def name_buckets(self, buckets: Sequence[BucketInfo]) -> None:
-        """Sets how the watchdog describes the buckets of the exchange."""
+        """Sets the description of each gradient bucket, which the watchdog uses in error messages."""
         if self._watchdog is not None:
             self._watchdog.buckets = buckets
 
@@ -250,7 +253,7 @@ class Group(Collectives):
     def fault(self) -> PacelineError:
         """Returns the error that a rank has posted.
 
-        Called after a collective has told all ranks that a rank failed.
+        Called after the result of a collective has shown that some rank failed.
         """
         error = self._lost.posted_fault() if self._lost is not None else self._own_fault
         return error or CommError(
@@ -267,7 +270,7 @@ class Group(Collectives):
             self._agreement.announce_stop()
 
     def stop_announced(self) -> bool:
-        """Returns True if a rank was asked to stop. Makes no request to the store."""
+        """Returns True if a rank was asked to stop. Sends no request to the store."""
         if self._watchdog is not None and self._watchdog.stop_announced:
             self._stop_heard = True
         return self._stop_heard
@@ -282,12 +285,12 @@ class Group(Collectives):
         self._release_graphs.append(release)
 
     def released(self, release: Callable[[], None]) -> None:
-        """Removes a function registered with `release_on_abort`, whose graphs have been destroyed."""
+        """Removes a function that `release_on_abort` has registered; its graphs were destroyed."""
         if release in self._release_graphs:
             self._release_graphs.remove(release)
 
     def leaving(self, error: BaseException) -> None:
-        """Prepares the teardown after an error. The watchdog ends the process if the teardown is stuck.
+        """Prepares to leave after an error. The watchdog ends the process if that takes too long.
 
         Aborts NCCL's communicators unless the error makes all ranks leave at the same point. Without the
         abort, kernels could wait forever for another rank.
@@ -304,7 +307,7 @@ class Group(Collectives):
             self.abort()
 
     def abort(self) -> None:
-        """Ends NCCL's communicators without the other ranks.
+        """Aborts NCCL's communicators without waiting for the other ranks.
 
         Does nothing for other backends, whose connections close with the process.
         """
@@ -316,7 +319,7 @@ class Group(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves the group. If the block raised an error on this rank, posts it first."""
+        """Leaves the group. If the block raised an error on this rank, posts the error first."""
         if error is not None:
             self.leaving(error)
         self.close()

@@ -29,15 +29,15 @@ from paceline.core.topology import Topology
 
 
 class Membership:
-    """Joins the rendezvous, starts the watchdog, and agrees with the other ranks on the first phase.
+    """Joins the rendezvous, starts the watchdog, and checks that all ranks have the same settings.
 
     Args:
         topology: This rank, and the address of the rendezvous.
         settings: The section `[comm]`.
         backend: `nccl` or `gloo`.
-        board: The progress that the watchdog reads.
+        board: Records this rank's progress, which the watchdog reads.
         shared: Settings that are equal on all ranks of the job, to recognize ranks of another job.
-        facts: Values that must be equal on all ranks; they are compared in the first phase.
+        facts: Values that must be equal on all ranks.
         remedy: What the user can do if facts differ.
         show_error: Shows an error if the watchdog ends this process.
         before_exit: Function that runs before the watchdog ends this process.

@@ -1,8 +1,8 @@
 """`ProcessGroups`, the torch.distributed groups of the gradient exchange, and NCCL's environment.
 
-A group of all ranks carries messages. With NCCL, algorithms also run the backend's own collectives among
-some of the ranks. Then there are also groups for this rank's row and columns, and for the masters of the
-layout (`plan.steps.Groups`). All ranks create the groups together in the same order, or all raise the
+Ranks send each other messages in a group of all ranks. With NCCL, some algorithms also run NCCL's
+collectives among a part of the ranks, and need a group for each such part: a row, a column or the
+masters (`plan.steps.Groups`). All ranks create the groups together in the same order, or all raise the
 same error.
 """
 
@@ -72,14 +72,15 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProcessGroups:
-    """The process groups of the exchange, separate from the default group.
+    """The process groups of the gradient exchange, separate from torch.distributed's default group.
 
-    So the collectives of the exchange cannot interleave with collectives of the main thread. The default
-    group must exist, unless the job has a single process.
+    Because of this separation, collectives of the exchange cannot interleave with those of the main
+    thread. The default group must exist, unless the job has a single process.
 
     Args:
         topology: This rank and the number of ranks.
-        k: The number of ranks in a row. None makes each node a row.
+        k: The number of ranks in a row (a group of hierarchical algorithms). None makes each node a
+            row.
         timeout_s: The time limit of a collective in seconds.
         grace_s: Seconds that the backend waits beyond `timeout_s`, if a watchdog enforces
             `timeout_s`.
@@ -189,7 +190,7 @@ def current_topology(known: Topology | None = None) -> Topology:
 
 
 def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each group after checking that all ranks agree on topology and settings.
+    """Returns the ranks of each group after checking that all ranks agree on it.
 
     All ranks check the same gathered values, so all ranks raise the same error.
     """

@@ -28,8 +28,9 @@ class HybridSettings:
     """Settings of the algorithm `hybrid`."""
 
     sizes: str = ""
-    """File with the table size → algorithm, or a number: `hierarchical` for buckets below so many KiB,
-    `ring` for larger ones."""
+    """Algorithm by message size: a file with a table, or a number N, which means `hierarchical` for
+    buckets below N KiB and `ring` for larger ones.
+    """
 
     def __post_init__(self) -> None:
         if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
@@ -70,13 +71,15 @@ class CommSettings(Section):
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately. With the
     default, `algorithm = "auto"` may choose a smaller size."""
     wire: str = "auto"
-    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (that of the gradients),
-    or another one of docs/distributed.md."""
+    """Number format in which gradients are sent: `float32`, `float16`, `bfloat16`, `auto` (their
+    dtype), or another format of docs/distributed.md.
+    """
     group_size: int = 0
-    """Ranks of a group in `hierarchical`, `torus2d` and `central`; 0 takes the ranks of a node."""
+    """Ranks per group in `hierarchical`, `torus2d` and `central`; 0 makes each node a group."""
     overlap: str = "auto"
-    """Send full buckets during backward: `on`, `off`, or `auto` (if that does not prevent CUDA
-    graphs)."""
+    """Send full buckets during backward: `on`, `off`, or `auto` (`on` unless it prevents CUDA
+    graphs).
+    """
     plan: str = ""
     """`plan.toml` of `paceline tune` or `paceline plan` with buckets, algorithms and wire formats."""
     min_ranks: int = 0
@@ -107,7 +110,7 @@ class CommSettings(Section):
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
     def unused(self) -> list[str]:
-        """Returns the subsections that are given although no setting chooses their algorithm or format.
+        """Returns the subsections that are set although no setting chooses them.
 
         With `comm.plan`, the subsections of wire formats are never returned, because the plan file can
         choose any wire format.

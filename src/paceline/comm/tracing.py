@@ -1,7 +1,8 @@
-"""Times in a step: a `Timeline` over a window of steps, clock offsets between ranks, exposed waits.
+"""Measures what takes time in a step: a `Timeline`, clock offsets of ranks, and exposed waits.
 
-On a GPU, CUDA events record the device's own times. The events are read after the window or the step, so
-that recording does not make the host wait.
+An exposed wait is the time that a step waits for its gradients after the backward pass. On a GPU, CUDA
+events record times. The events are read after the traced steps, so that recording does not make the
+host wait.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ Reading = Callable[[], float]
 
 
 class TimelineSpan(NamedTuple):
-    """A span of time in seconds of this rank's clock.
+    """One bar of a timeline, from `start_s` to `stop_s` on this rank's clock.
 
-    `bucket` is the index of the exchanged bucket in the plan, or -1 if the span is not an exchange.
+    `bucket` is the index of the bucket whose all-reduce the span shows, or -1 for other spans.
     """
 
     name: str
@@ -56,8 +57,8 @@ class Timeline(ExchangeObserver):
         first: The number of the first recorded step, counted from 1.
         last: The number of the last recorded step; 0 records nothing.
         device: The device of the training.
-        device_exchanges: True if the device runs the exchange (NCCL), so that device times are
-            recorded.
+        device_exchanges: True if the all-reduces run on the device (NCCL), so that CUDA events record
+            them.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Timeline(ExchangeObserver):
 def _device_s(event: Any, now: _Mark) -> float:
     """Returns the time on the host's clock at which the device passed `event`.
 
-    `now` is a mark for which both the host's time and the device's event are known.
+    `now` is a point in time with both a host time and a recorded event.
     """
     return float(now.host_s - event.elapsed_time(now.event) / 1e3)
 
@@ -181,9 +182,9 @@ def measure_offsets(group: Group) -> list[ClockOffset] | None:
 def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
     """Estimates clock offsets from the times at which ranks enter and leave a few tiny all-reduces.
 
-    No rank leaves an all-reduce before all ranks have entered the all-reduce. So the offset o of rank r's
-    clock obeys enter_r − leave_0 ≤ o ≤ leave_r − enter_0. The estimate is the middle between the largest
-    lower bound and the smallest upper bound of all all-reduces.
+    No rank leaves an all-reduce before all ranks have entered the all-reduce. So the offset o of rank
+    r's clock obeys enter_r − leave_0 ≤ o ≤ leave_r − enter_0. Each all-reduce gives such bounds. The
+    estimate is the middle between the largest lower bound and the smallest upper bound.
 
     Args:
         rows: For each rank, the times on its own clock: enter, leave, enter, leave, …
@@ -202,9 +203,9 @@ def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
 
 
 class ExposedTime:
-    """Measures how long a step waits for its exchange after its backward pass.
+    """Measures how long a step waits for its all-reduces after its backward pass.
 
-    On a CPU the times are of the host's clock. On a GPU they are of the device's clock, and are read
+    On a CPU, times are read from the host's clock. On a GPU, CUDA events record them, and are read
     later, because reading an event waits for the device.
     """
 
