@@ -1,4 +1,4 @@
-"""Running statistics of batch norm on each rank, and the average of these statistics over ranks."""
+"""Holds the running statistics of batch norm of this rank, and averages them over ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BatchNormState:
         flat: Running means (row 0) and running variances (row 1) of all layers, one after the other. The
             buffers of the layers are views of this tensor.
         tracked: Number of batches that each layer has processed.
-        kept: Statistics that a step may change and a checkpoint contains: `flat`, or in a subclass
-            a tensor with statistics of several ranks.
+        kept: The statistics that a step may change and that a checkpoint contains. This is `flat`; a
+            subclass can use a tensor with statistics of several ranks.
         kept_tracked: The batch counts that belong to `kept`.
     """
 
@@ -61,7 +61,7 @@ class BatchNormState:
         self.keep(self.flat, self.tracked)
 
     def keep(self, flat: Tensor, tracked: Tensor) -> None:
-        """Sets the statistics that are kept between steps."""
+        """Sets the tensors that `kept` and `kept_tracked` refer to."""
         self.kept, self.kept_tracked = flat, tracked
         self._flat_before, self._tracked_before = flat.clone(), tracked.clone()
 
@@ -105,7 +105,7 @@ class BatchNormState:
             self.flat.copy_(own)
 
     def rows(self, group: Group, *, average: bool = False) -> Tensor | None:
-        """Gathers `kept` of all ranks on rank 0; see `gather_rows`."""
+        """Gathers `kept` of all ranks on rank 0; see the function `gather_rows`."""
         return self.gather(self.kept, group, average=average)
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
@@ -131,7 +131,7 @@ class BatchNormState:
     def own_rows(self, rows: Tensor, tracked: Tensor, group: Group) -> Tensor:
         """Returns this rank's statistics from `rows`, of shape [ranks, 2, width].
 
-        Returns the average if the number of ranks has changed.
+        Returns the average over `rows` if the number of ranks has changed.
         """
         return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows, tracked)
 

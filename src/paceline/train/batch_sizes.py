@@ -1,4 +1,4 @@
-"""Batch sizes of a run, and the stages of a growing batch."""
+"""Chooses the batch sizes of a run, and the epochs at which a growing batch changes."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def resolve_batch_sizes(
     """Chooses the batch sizes that the user has not given.
 
     Args:
-        global_batch: Number of samples in one update. The default is the micro-batch times the number of
-            ranks. If both are None, the default is 256. It is lower (but at least about 16) if an epoch
-            would have fewer than eight steps.
+        global_batch: Number of samples in one update. The default is the micro-batch times the number
+            of ranks. If both are None, the default is 256. The default is lower (but at least about
+            16) if an epoch would have fewer than eight steps.
         micro_batch: Number of samples in one pass on one rank. The default is at most 256.
         world_size: Number of ranks.
         samples: Number of training images, if known.

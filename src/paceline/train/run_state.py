@@ -47,7 +47,7 @@ PINNED = (
 
 @dataclass
 class Progress:
-    """The completed work of a run, equal on all ranks and saved with every checkpoint.
+    """Counts the completed work of a run. Equal on all ranks and saved with every checkpoint.
 
     Times and counts continue over resumes.
     """
@@ -76,12 +76,12 @@ class Progress:
 
     @property
     def images_per_s(self) -> float:
-        """Training throughput in images per second, without the time of evaluations and saves."""
+        """Training throughput, without the time of evaluations and saves."""
         return self.images / self.step_s if self.step_s > 0 else 0.0
 
 
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
-    """Refuses a checkpoint of another run before anything is built from it.
+    """Checks that a checkpoint fits the settings of this run, before anything is built from it.
 
     Args:
         checkpoint: The checkpoint.
@@ -98,7 +98,7 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], bool]) -> str:
-    """Lists settings in use that differ between this run and the run that wrote the checkpoint.
+    """Lists the settings in which this run differs from the run that wrote the checkpoint.
 
     Args:
         checkpoint: The checkpoint.
@@ -123,7 +123,7 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """All state that changes between steps, and the settings that determine what this state means.
+    """All state that changes between steps. Captures it in a checkpoint and restores it.
 
     Attributes:
         memory: State that the exchange keeps between steps, if any.
@@ -151,7 +151,7 @@ class RunState:
     callbacks: Callable[[], dict[str, Any]] = dict
 
     def restore(self, checkpoint: Checkpoint, path: Path, *, elsewhere: bool = False) -> Progress:
-        """Restores model, optimizer, statistics and exchange in place.
+        """Restores the state of model, optimizer, batch norm and gradient exchange from a checkpoint.
 
         Args:
             checkpoint: The checkpoint.
@@ -204,10 +204,10 @@ class RunState:
         return progress
 
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:
-        """Restores the state of the exchange.
+        """Restores the state that the gradient exchange keeps between steps.
 
         The state of a rank fits only this rank and the messages of one plan. If the number of ranks or
-        the plan has changed, the state is dropped and the exchange starts without state.
+        the plan has changed, the state is dropped.
         """
         saved = checkpoint.exchange
         if not saved:
@@ -277,7 +277,7 @@ class RunState:
             )
 
     def _check_unchanged(self, checkpoint: Checkpoint, path: Path, elsewhere: bool) -> None:
-        """Refuses to resume a finished run with changed settings, which no step would use."""
+        """Raises an error if a finished run is resumed with changed settings, which no step would use."""
         # `_check` has compared the global batch, which a user may have given or Paceline chosen.
         compared = {"run.global_batch_size"}
         if elsewhere:
@@ -301,11 +301,12 @@ class RunState:
     def capture(
         self, progress: Progress, *, before_content: Callable[[], object] = lambda: None
     ) -> Checkpoint | None:
-        """Captures a checkpoint of the current state. A collective: all ranks send their statistics.
+        """Captures a checkpoint of the current state. All ranks call this and send their statistics.
 
         Args:
             progress: Progress of the run.
-            before_content: Runs on rank 0 after the collectives, before the callbacks' state is captured.
+            before_content: Function that runs on rank 0 after the collectives, before the state of the
+                callbacks is captured.
 
         Returns:
             The checkpoint on rank 0, None on all other ranks. The checkpoint refers to the tensors of the
@@ -322,7 +323,7 @@ class RunState:
         return self._checkpoint(progress, rows, tracked, average, exchange=exchange)
 
     def _capture_exchange(self) -> dict[str, Any]:
-        """Gathers the exchange state of all ranks as bytes, because the size differs between ranks."""
+        """Gathers each rank's state of the gradient exchange, as bytes because sizes differ."""
         if self.memory is None:
             return {}
         buffer = io.BytesIO()
@@ -385,9 +386,10 @@ class RunState:
 
 
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer state without the masters.
+    """Returns an optimizer state without the fp32 master weights.
 
-    A checkpoint contains the masters as the model's weights, which a run in any number format can load.
+    A checkpoint contains the master weights as the model's weights, which a run in any number format
+    can load.
     """
     slim = {
         number: {key: value for key, value in entry.items() if key != MASTER}
@@ -411,7 +413,7 @@ _MAKE_PLANS = (
 
 @dataclass(frozen=True)
 class PinnedPlan:
-    """The exchange plan of a checkpoint.
+    """The fusion plan (gradient buckets) of a checkpoint, which a resumed run keeps if possible.
 
     Attributes:
         plan: The plan.
