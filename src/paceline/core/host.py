@@ -1,4 +1,4 @@
-"""Functions for the host: load of the cores, processes in `/proc`, GPU connections, and signals.
+"""Measures the load of the host, and handles processes, threads, GPU connections and signals.
 
 `HostLoad` reads Linux's statistics in `/proc` and describes an overloaded host in one sentence with the
 remedy. A thread that could run but has no core adds to the run delay in `schedstat`; slow compute does
@@ -31,11 +31,11 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class LoadReading:
-    """Load of the host over a span of time.
+    """The load of the host in the time between two readings.
 
     Attributes:
-        waited: Share of the time in which the threads of this process could run but had no core.
-        others: Share of the cores that other processes used.
+        waited: Fraction of the time in which the threads of this process could run but had no core.
+        others: Fraction of the cores that other processes used.
         cores: Number of cores that this process may use.
     """
 
@@ -48,7 +48,7 @@ class LoadReading:
         return self.waited >= NOTABLE_WAIT
 
     def describe(self) -> str:
-        """Returns one sentence with the remedy; empty if the host is not overloaded."""
+        """Returns one sentence on the overload of the host and its remedy; "" if it is not overloaded."""
         if not self.overloaded:
             return ""
         return (
@@ -61,7 +61,7 @@ class LoadReading:
 
 @dataclass(frozen=True)
 class _Account:
-    """Times at one reading, in seconds; `own_s` includes ended threads, `ran_s`, `waited_s` do not."""
+    """CPU times at one reading, in seconds; `ran_s` and `waited_s` exclude threads that have ended."""
 
     at_s: float
     ran_s: float
@@ -80,7 +80,7 @@ class HostLoad:
         self.latest: LoadReading | None = None
 
     def read(self) -> LoadReading | None:
-        """Returns a new reading if enough time has passed since the last one, else None."""
+        """Returns a new reading if at least two seconds have passed since the last one, else None."""
         if self._last is None or self._clock() - self._last.at_s < _MIN_SPAN_S:
             return None
         before, now = self._last, self._account()
@@ -172,7 +172,7 @@ class StartUp:
     Each part begins at the end of the part before it.
 
     Args:
-        before_s: Seconds that the process took before this object was made.
+        before_s: Seconds from the start of the command until this object was created.
         clock: Returns the current time.
     """
 
@@ -184,14 +184,14 @@ class StartUp:
         self._last = clock()
 
     def end(self, part: str) -> None:
-        """Ends a part; the seconds of a part that occurs again are added up."""
+        """Ends the current part, named `part`; if a name occurs again, its seconds are added up."""
         now = self._clock()
         self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 3)
         self._last = now
 
 
 def process_ids() -> list[int]:
-    """Returns the ids of all processes; empty without `/proc`."""
+    """Returns the ids of all processes of the host; empty without `/proc`."""
     return [int(entry.name) for entry in _PROC.glob("[0-9]*")]
 
 
@@ -217,7 +217,9 @@ _NOT_STARTED = 3
 
 
 def ask_for_connections(sharing: int = 1) -> None:
-    """Asks CUDA for more connections, unless CUDA has started or the user has set the variable.
+    """Asks CUDA for more connections to the GPU, so that more streams can run concurrently.
+
+    Does nothing if CUDA has started, or if the user has set CUDA_DEVICE_MAX_CONNECTIONS.
 
     Args:
         sharing: Number of processes that share the GPU. MPS has about a hundred connections in
@@ -228,7 +230,7 @@ def ask_for_connections(sharing: int = 1) -> None:
 
 
 def connections() -> str:
-    """Returns the number of connections to the GPU, as the environment variable sets it.
+    """Returns CUDA's number of connections to the GPU, which an environment variable sets.
 
     The result is wrong if the variable was set after CUDA had started.
     """
@@ -236,7 +238,7 @@ def connections() -> str:
 
 
 def few_connections() -> str:
-    """Returns a remark if there are fewer connections than possible, else an empty text."""
+    """Returns a remark if CUDA has fewer connections to the GPU than possible, else ""."""
     number = connections()
     if number == str(_MAX_CONNECTIONS):
         return ""
@@ -244,7 +246,7 @@ def few_connections() -> str:
 
 
 def _has_started() -> bool:
-    """Returns True if CUDA has read the environment; even counting the GPUs starts CUDA."""
+    """Returns True if CUDA has read its environment variables; even counting the GPUs starts CUDA."""
     try:
         count = ctypes.CDLL(_DRIVER).cuDeviceGetCount
     except (OSError, AttributeError):  # no NVIDIA GPU
@@ -253,7 +255,7 @@ def _has_started() -> bool:
 
 
 def no_thread(error: BaseException) -> RunError | None:
-    """Returns the error to show if `error` means that no thread can be started, else None."""
+    """Returns the error to show if `error` means that no thread could be started, else None."""
     # The message of Python, and that of C++.
     if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
         return None
@@ -264,7 +266,10 @@ def no_thread(error: BaseException) -> RunError | None:
 
 
 def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
-    """Runs `action` in a thread if possible, else here; returns a function that waits for it."""
+    """Runs `action` in a thread, or directly if no thread can be started.
+
+    Returns a function that waits for it, up to a number of seconds.
+    """
     thread = threading.Thread(target=action, daemon=True)
     try:
         thread.start()
@@ -275,7 +280,7 @@ def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
 
 
 class SignalContext:
-    """A context that sets a handler for signals; only the main thread may enter the context."""
+    """A context that handles signals with a method of the subclass. Only the main thread may enter it."""
 
     def __init__(
         self,
