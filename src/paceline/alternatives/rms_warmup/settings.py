@@ -16,7 +16,9 @@ SGD_SHARE = "sgd_share"
 
 
 def sgd_share(epoch: float, center: float, width: float) -> float:
-    """Returns the weight of SGD: ½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, at most 1.
+    """Returns the weight of SGD in the update, which grows from almost 0 to 1.
+
+    It is ½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, at most 1.
 
     Args:
         epoch: Current epoch e.
@@ -30,7 +32,7 @@ def sgd_share(epoch: float, center: float, width: float) -> float:
 
 @dataclass(frozen=True)
 class RmspropWarmupSettings(OptimizerSettings):
-    """Settings of SGD that begins as RMSprop."""
+    """Settings of `rmsprop_warmup`, SGD that begins as RMSprop."""
 
     CREATE: ClassVar[str] = "alternatives.rms_warmup.optimizer:create"
     RATES: ClassVar[str] = SGD
@@ -45,7 +47,7 @@ class RmspropWarmupSettings(OptimizerSettings):
     center_epochs: float = 10.0
     """Epoch at which SGD and RMSprop have equal weights."""
     width_epochs: float = 5.0
-    """Width of the transition in epochs. It ends half of the width after `center_epochs`."""
+    """Epochs of the transition from RMSprop to SGD, of which half come after `center_epochs`."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("optim.rmsprop_warmup", self)

@@ -14,7 +14,7 @@ class SyncedNormsSettings:
     """Batch-norm statistics over the micro-batches of several ranks."""
 
     ranks: int = 2
-    """Number of consecutive ranks that share statistics."""
+    """Number of consecutive ranks that compute batch-norm statistics together."""
 
     def __post_init__(self) -> None:
         SettingChecks("run.synced_norms", self).number("ranks", "at least 2")
