@@ -74,7 +74,7 @@ def _create_from_rule(
     lr: float,
     fused: bool | None = None,
 ) -> MasterOptimizer:
-    """Creates an optimizer with a user's rule; `optim.arguments` sets the rule's hyper-parameters."""
+    """Creates an optimizer with a registered rule; `optim.arguments` has its hyper-parameters."""
     check_rule(rule)
     arguments = settings.arguments_table()
     fields = rule.Hyper._fields
@@ -119,7 +119,7 @@ _STEM = re.compile(r"(conv1|bn1|norm1|norm0|features\.0|stem)(\.|$)")
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Returns the layer number, counted from 0, of each parameter by parameter name.
+    """Returns the number of the layer, from 0, to which each parameter belongs, by parameter name.
 
     In a timm model, the model's `group_matcher` defines the layers. In any other model a layer is a child
     of the model, such as a stage of a ResNet, or a member of a list, such as `blocks.3` or `features.4`.
@@ -192,7 +192,7 @@ def with_layer_decay(
 
 
 def describe_layers(groups: Sequence[dict[str, Any]]) -> str:
-    """Describes the range of the layers' learning rates; empty if all layers have the same rate."""
+    """Describes the range of learning rates of the layers; "" if all layers have the same rate."""
     scales = {group.get("lr_scale", 1.0) for group in groups}
     if scales == {1.0}:
         return ""
