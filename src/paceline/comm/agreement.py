@@ -159,8 +159,8 @@ def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None
         yield
     except ParseError as strange:
         raise error or PeerError(
-            f"rank {rank} has read a message at '{phase}' that no rank has written ({strange})",
-            "let only the ranks of the job reach MASTER_PORT",
+            f"rank {rank} has read an invalid message in the rendezvous store at '{phase}' ({strange})",
+            "make sure that only the ranks of the job can reach MASTER_PORT",
         ) from strange
     except DistNetworkError as lost:
         raise error or PeerError(

@@ -208,7 +208,7 @@ class Executor:
             process_group = self.groups.columns.get(layout.columns.index(tuple(members)))
         if process_group is None:
             raise CommError(
-                f"no process group of ranks {members}", "make ProcessGroups with subgroups=True"
+                f"no process group of ranks {members}", "create ProcessGroups with subgroups=True"
             )
         return process_group
 

@@ -108,7 +108,7 @@ class Group(Collectives):
             return
         if dist.is_initialized():
             raise CommError(
-                "this process has a torch.distributed process group already",
+                "this process already has a torch.distributed process group",
                 "close the earlier pl.init() context or pl.Trainer run first",
             )
         facts = SharedFacts()
@@ -329,7 +329,7 @@ class Group(Collectives):
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
-            unknown = RunError(f"{type(error).__name__}: {error}", "see its traceback")
+            unknown = RunError(f"{type(error).__name__}: {error}", "see the traceback in its log")
             self.post_fault(no_thread(error) or unknown)
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ def _checked_plan(
         if own and bucket.algorithm != own:
             raise ConfigError(
                 f"{where}: algorithm", bucket.algorithm,
-                f"cannot sum {bucket.wire} numbers", f"use {own!r}, or another wire format",
+                f"cannot sum {bucket.wire} gradients", f"use {own!r}, or another wire format",
             )  # fmt: skip
         if not own:
             check_name(bucket.algorithm, f"{where}: algorithm")

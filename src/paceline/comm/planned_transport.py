@@ -221,8 +221,8 @@ def _create_carriers(
         carriers |= dict.fromkeys(names, create(groups, staging, settings, names))
     if len({id(memory) for memory in _memories(carriers)}) > 1:
         raise ConfigError(
-            "comm.plan", None, f"has buckets in {', '.join(carriers)}, which keep different state",
-            "use only one of these formats",
+            "comm.plan", None, f"has buckets in {', '.join(carriers)}, of which only one may keep state",
+            "use a plan with only one of these formats",
         )  # fmt: skip
     return carriers
 
@@ -319,7 +319,7 @@ class PlannedAllReduce:
             raise CommError(
                 f"{algorithm} all-reduce of {buffer.nbytes} bytes broke on rank "
                 f"{self.groups.rank} ({backend_reason(error)})",
-                f"a rank is gone or {self.groups.timeout_s:g} s late; look into the ranks' logs",
+                f"a rank has ended or is {self.groups.timeout_s:g} s late; look into the ranks' logs",
             ) from error
 
 

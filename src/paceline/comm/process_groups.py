@@ -46,7 +46,7 @@ def group_ranks(nodes: Sequence[int], k: int | None = None) -> tuple[tuple[int, 
     if k is None:
         return tuple(map(tuple, rows))
     if k < 1:
-        raise ConfigError("comm.group_size", k, "must be 1 or more", "leave it out for nodes")
+        raise ConfigError("comm.group_size", k, "must be 1 or more", "leave it at its default")
     if k > max(map(len, rows)):
         rows = [[rank for row in rows for rank in row]]
     # Ascending, as torch.distributed numbers the members of a group.
@@ -309,6 +309,6 @@ def require_mps() -> None:
     pipes = Path(os.environ.get(_MPS_PIPES) or "/tmp/nvidia-mps")
     if not (pipes / "control").exists():
         raise ConfigError(
-            "comm.share_gpus", True, f"NVIDIA MPS does not run (no {pipes / 'control'})",
+            "comm.share_gpus", True, f"needs a running NVIDIA MPS (no {pipes / 'control'})",
             "start it with `nvidia-cuda-mps-control -d`",
         )  # fmt: skip

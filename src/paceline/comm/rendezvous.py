@@ -130,8 +130,8 @@ def meet(
     except ParseError as error:
         forget_store(topology)
         raise CommError(
-            f"rank {topology.rank} has read a message at {where} that no rank has written ({error})",
-            "let only the ranks of the job reach MASTER_PORT, or choose another port",
+            f"rank {topology.rank} has read an invalid message at {where} ({error})",
+            "make sure that only the ranks of the job can reach MASTER_PORT, or choose another port",
         ) from error
     except (RuntimeError, ValueError, OSError) as error:
         forget_store(topology)

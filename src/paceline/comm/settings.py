@@ -44,8 +44,8 @@ class HybridSettings:
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
             "comm.algorithm", one_of("hybrid"), {"comm.hybrid.sizes": one_of("")},
-            "needs a table of sizes",
-            "give comm.hybrid.sizes, a file that `paceline tune` writes, or a number of KiB",
+            "needs to know which algorithm to use for which message size",
+            "set comm.hybrid.sizes to a file that `paceline tune` has written, or to a number of KiB",
         ),
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ class CommSettings(Section):
             raise ConfigError("comm.min_ranks", self.min_ranks, "must be 0 (off) or more")
         if self.group_size < 0:
             raise ConfigError(
-                "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"
+                "comm.group_size", self.group_size, "must be 0 (each node is a group) or more"
             )
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
@@ -127,13 +127,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *(
         Exclusion(
             f"comm.{name}", not_in(getattr(CommSettings, name)), {"comm.plan": not_in("")},
-            "but comm.plan = {comm.plan!r} decides it", "leave one of them out",
+            "conflicts with comm.plan = {comm.plan!r}, which decides it", "leave one of them out",
         )
         for name in _PLANNED
     ),
     Exclusion(
         "comm.algorithm", not_in("auto"), {"comm.wire": lambda wire: bool(own_algorithm(wire))},
-        "cannot sum {comm.wire} numbers",
+        "cannot sum {comm.wire} gradients",
         "leave it out, because the format has its own all-reduce; or use comm.wire = 'float16'",
     ),
 )  # fmt: skip

@@ -370,7 +370,7 @@ class LostRanks:
         """
         return self._explained(
             lambda gone: PeerError(
-                f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
+                f"{what} broke on rank {self.rank}: {gone or 'another rank has ended'} "
                 f"({backend_reason(error)})",
                 "the log of the first rank to fail has the cause; resume with --resume auto",
             ),

@@ -27,7 +27,7 @@ class Job:
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},
-        "the rule does not support an optimizer given in Python",
-        "name one of lars, muon, sgd, adamw and lamb, or use 'off'",
+        "does not support an optimizer that is passed as a Python object",
+        "pass the name lars, muon, sgd, adamw or lamb, or use 'off'",
     ),
 )  # fmt: skip

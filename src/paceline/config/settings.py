@@ -158,7 +158,7 @@ class RunSettings(Section):
         steps = list(self.traced_steps)
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + 1000):
             raise ConfigError(
-                "run.traced_steps", steps, "must be first and last of at most 1000 steps",
+                "run.traced_steps", steps, "must be the first and last of at most 1000 steps",
                 "try [10, 30]",
             )  # fmt: skip
         if self.report_port is not None and not 0 <= self.report_port < 65536:

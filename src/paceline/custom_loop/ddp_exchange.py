@@ -91,7 +91,7 @@ def _table(file: PlanFile) -> SizeTable:
         return file.sizes
     names = {bucket.algorithm for bucket in file.fusion.buckets} if file.fusion else set()
     if len(names) != 1:
-        raise ConfigError("plan", file.path, "has no table of sizes", "make it with paceline tune")
+        raise ConfigError("plan", file.path, "lacks algorithms by size", "use one of paceline tune")
     return SizeTable.single(names.pop())
 
 

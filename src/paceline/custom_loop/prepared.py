@@ -260,12 +260,12 @@ def _prepare(
 ) -> Prepared:  # fmt: skip
     if isinstance(module, DistributedDataParallel):
         raise ConfigError(
-            "module", type(module).__name__, "is already wrapped, and prepare changes formats",
+            "module", type(module).__name__, "is already wrapped, but prepare must change its dtypes",
             "prepare the module first, then wrap prepared.model",
         )  # fmt: skip
     device = _device(module)
     if not 0 <= clip_norm < float("inf"):
-        raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "0 clips nothing")
+        raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "use 0 to disable clipping")
     known = _SCALE_FIELDS | _SHARED_FIELDS
     if isinstance(optimizer, str):
         own = settings_class(OptimSettings, optimizer, "optimizer")

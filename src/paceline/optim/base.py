@@ -112,7 +112,7 @@ class MasterOptimizer(_PlainOptimizer):
         self._new_rule = rule
         self._set_up()
         if fused and not self.rule.has_kernels:
-            raise ValueError("fused = True: the rule has no kernels; use fused=None")
+            raise ValueError("fused = True: this optimizer has no fused kernels; use fused=None")
         defaults = {**getattr(self.rule.Hyper, "_field_defaults", {}), **defaults}
         self.rule.check(defaults)
         super().__init__(params, defaults)

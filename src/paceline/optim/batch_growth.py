@@ -51,7 +51,7 @@ class BatchGrowth:
         stages = tuple(_stage(text, part) for part in written.split(","))
         epochs = [epoch for epoch, _ in stages]
         if epochs != sorted(set(epochs)):
-            raise ConfigError(FIELD, text, "epochs must rise", "sort the list by epoch")
+            raise ConfigError(FIELD, text, "epochs are not in order", "sort the list by epoch")
         return cls(text, stages)
 
     def __bool__(self) -> bool:

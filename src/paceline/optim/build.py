@@ -81,7 +81,7 @@ def _create_from_rule(
     if unknown := sorted(set(arguments) - set(fields)):
         raise ConfigError(
             "optim.arguments", settings.arguments,
-            f"{settings.name} has no {unknown[0]!r}", f"it has {', '.join(fields)}",
+            f"{settings.name} has no argument {unknown[0]!r}", f"its arguments are {', '.join(fields)}",
         )  # fmt: skip
 
     def create(copies: list[dict[str, Any]]) -> MasterOptimizer:
@@ -178,7 +178,7 @@ def with_layer_decay(
     last = max(numbers.values())
     if last == 0:
         raise ConfigError(
-            "optim.layer_decay", decay, "this model has a single layer", "leave it at 1"
+            "optim.layer_decay", decay, "has no effect on a model with one layer", "leave it at 1"
         )
     split = []
     for group in groups:

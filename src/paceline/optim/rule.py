@@ -80,7 +80,7 @@ class Gates:
             if switch.numel() != wanted or not switch.is_contiguous():
                 raise RunError(
                     f"{name} has shape {tuple(switch.shape)}",
-                    f"it needs {wanted} contiguous value{'s' * (wanted != 1)}",
+                    f"give a tensor of {wanted} contiguous value{'s' * (wanted != 1)}",
                 )
 
     def allowed(self, rows: Sequence[Row], outcome: Outcome) -> Tensor:

@@ -208,8 +208,8 @@ def _check(recipe: Recipe, target: Target) -> None:
     for name in (recipe.optimizer, recipe.optim.name):
         if name not in KNOWN:
             raise ConfigError(
-                "optim.scaling", "auto", f"the rule does not know the optimizer {name!r}",
-                f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and give the rate",
+                "optim.scaling", "auto", f"is not supported with the optimizer {name!r}",
+                f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and set optim.lr",
             )  # fmt: skip
     known, name = recipe.optimizer, recipe.optim.name
     to_adam = name in OF_ADAM and known not in OF_ADAM
@@ -218,13 +218,13 @@ def _check(recipe: Recipe, target: Target) -> None:
     to_sgd = name == "sgd" and known in ("lars", "muon")
     if to_adam or from_adam or to_sgd:
         raise ConfigError(
-            "optim.name", name, f"the rule cannot derive its rate from a recipe for {known}",
-            "use a recipe whose rate is known for it",
+            "optim.name", name, f"optim.scaling cannot derive its rate from a recipe for {known}",
+            f"use a recipe for {name}, or optim.scaling = 'off'",
         )  # fmt: skip
     if known in OF_ADAM and name == "muon" and target.batch <= recipe.batch:
         raise ConfigError(
             "optim.name", name,
-            f"the rule derives it from a recipe for {known} only for batches above {recipe.batch}",
+            f"optim.scaling can replace {known} by it only for batches above {recipe.batch}",
             f"use --opt {known}, or a larger batch",
         )  # fmt: skip
     steps, total = target.steps_per_epoch, target.total_steps

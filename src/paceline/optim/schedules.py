@@ -150,7 +150,7 @@ class Step(ScheduleSettings):
     def __post_init__(self) -> None:
         SettingChecks("optim.step", self).number("factor", "in (0, 1]", "try 0.1")
         if list(self.epochs) != sorted(self.epochs):
-            raise ConfigError("optim.step.epochs", list(self.epochs), "must rise")
+            raise ConfigError("optim.step.epochs", list(self.epochs), "must be in rising order")
 
     def rate(self, time: float, course: Course) -> float:
         return course.peak * float(self.factor ** _passed(self.epochs, time, course))

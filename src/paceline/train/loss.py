@@ -212,7 +212,7 @@ def create_loss(
                 "name a function, or an object of that class",
             ) from error  # fmt: skip
     if not callable(function):
-        raise ConfigError("run.loss", settings.loss, "is not a function", "name a callable")
+        raise ConfigError("run.loss", settings.loss, "is not a function", "name a loss function")
     return OwnLoss(function, settings.loss, classes)
 
 

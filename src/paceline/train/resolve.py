@@ -180,7 +180,7 @@ def check_num_classes(config: RunConfig, classes: int) -> None:
     declared = config.model.num_classes
     if declared is not None and declared < classes:
         raise ConfigError(
-            "model.num_classes", declared, f"but the data has {classes} classes",
+            "model.num_classes", declared, f"is less than the {classes} classes of the data",
             "raise it, or leave it out to use the number of classes in the data",
         )  # fmt: skip
 

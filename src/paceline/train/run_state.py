@@ -186,7 +186,7 @@ class RunState:
             raise CheckpointError(f"{path} does not fit ({reason})", "check --model") from None
         lost = [key for key in missing if key not in statistics]
         if lost:
-            raise CheckpointError(f"{path} lacks {lost[0]} ({len(lost)} in all)", "check --model")
+            raise CheckpointError(f"{path} lacks tensors such as {lost[0]}", "check --model")
         saved = checkpoint.batch_norm
         self.scale.restore(checkpoint.precision)
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)

@@ -11,7 +11,7 @@ from paceline.core.settings import SettingChecks
 _NO_ALL_REDUCE = "asynchronous training has no all-reduce: gradients go to parameter servers"
 _NO_AVERAGE = "is not supported with asynchronous training: no rank sees the averaged gradient"
 _NO_COMMON_SCALE = (
-    "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do not"
+    "needs a loss scale that is equal on all ranks in every step, which asynchronous ranks lack"
 )
 _HALF = "use --amp-dtype bf16 or fp32"
 

@@ -141,7 +141,7 @@ class Asynchronous(Strategy):
         """
         if hyperparameters:
             raise RunError(
-                f"parameter servers do not receive {', '.join(hyperparameters)} of the schedule",
+                f"asynchronous training does not support {', '.join(hyperparameters)} of the schedule",
                 "use another optim.schedule or optim.name",
             )
         tail = self._exchange.tail.detach().cpu()

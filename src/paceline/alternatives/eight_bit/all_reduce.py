@@ -112,7 +112,7 @@ class Residuals(Memory):
             if self._saved is not None:
                 if len(self._saved) < length:
                     raise CheckpointError(
-                        "the checkpoint's residuals belong to messages of different sizes",
+                        "the saved 8-bit residuals belong to messages of different sizes",
                         "resume with the settings of [comm] in the checkpoint",
                     )
                 kept.copy_(self._saved[:length])
@@ -137,7 +137,7 @@ class Residuals(Memory):
         kept = saved.get("kept")
         if not isinstance(kept, Tensor) or kept.dim() != 1:
             raise CheckpointError(
-                "the checkpoint's residuals are not a list of numbers", "use another checkpoint"
+                "the saved 8-bit residuals are not a list of numbers", "use another checkpoint"
             )
         self._saved, self._pairs = kept.float(), {}
 
