@@ -193,9 +193,7 @@ def _check(optim: OptimSettings) -> None:
     ):
         raise check.error("fused", f"there are no kernels for {optim.name}", "use 'auto'")
     if optim.arguments_table() and not optim.is_foreign:
-        raise check.error(
-            "arguments", f"{optim.name} takes none", "it is for optim.name = 'module:Class'"
-        )
+        raise check.error("arguments", f"{optim.name} takes none", "leave it out")
     if optim.is_foreign and optim.lr is None and optim.has_default_base:
         raise check.error(
             "lr", f"no learning rate is given, and {optim.name} has no default",

@@ -128,7 +128,7 @@ def evaluate(
     except (PacelineError, RuntimeError, MemoryError) as error:
         # The other ranks wait in the sum below, which reports the error to them.
         where = f"evaluating {sums.batch_size} images at a time"
-        remedy = "use a smaller --batch-size, which lowers it too"
+        remedy = "use a smaller --batch-size, which also makes this batch smaller"
         own = error if isinstance(error, PacelineError) else None
         fault = own or out_of_memory(error, where, remedy)
         if fault is None:

@@ -217,13 +217,13 @@ class RunState:
         kind, ranks = str(saved.get("kind")), self.group.world_size
         reason = ""
         if self.memory is None or self.memory.kind != kind:
-            reason = "this exchange has none"
+            reason = "this run needs none"
         elif checkpoint.world_size != ranks:
-            reason = f"they are of {checkpoint.world_size} ranks, here are {ranks}"
+            reason = f"the number of ranks was {checkpoint.world_size} and is {ranks}"
         elif saved.get("plan") != self.exchange_plan.fingerprint:
-            reason = "the plan of the exchange has changed"
+            reason = "the gradient buckets have changed"
         if reason:
-            self.notes.append(f"the checkpoint's {kind} are dropped: {reason}")
+            self.notes.append(f"the checkpoint's {kind} are not used: {reason}")
         elif self.memory is not None:
             try:
                 own = saved["ranks"][self.group.rank]

@@ -305,7 +305,7 @@ class TrainStep:
 
     def reduce(self, signals: Signals) -> None:
         """Sums gradients and signals over all ranks."""
-        remedy = "free memory, or lower comm.fusion_mib: messages get smaller"
+        remedy = "free memory, or lower comm.fusion_mib, which makes buckets smaller"
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
