@@ -40,7 +40,7 @@ DataLike = str | Path | Source | Any
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. All fields except `summary` are equal on all ranks.
+    """The results of a training run. All fields except `summary` are equal on all ranks.
 
     Attributes:
         folder: The run folder.

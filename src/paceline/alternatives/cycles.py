@@ -66,7 +66,7 @@ class Cycle(ScheduleSettings):
         return {"momentum": high - (high - low) * self.height(time, course)}
 
     def height(self, time: float, course: Course) -> float:
-        """Returns the position of the rate between the floor (0) and the peak (1) of a cycle."""
+        """Returns where the learning rate is between the lowest (0) and the peak (1) of a cycle."""
         raise NotImplementedError
 
 

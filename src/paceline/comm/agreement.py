@@ -154,7 +154,7 @@ class Report(NamedTuple):
 
 @contextmanager
 def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None) -> Iterator[None]:
-    """Replaces errors of the store in this block by `error`, or by a PeerError if it is None."""
+    """Replaces errors of the store that the block raises by `error`, or by a PeerError if it is None."""
     try:
         yield
     except ParseError as strange:
@@ -235,7 +235,7 @@ class Agreement:
         return self._await_verdict(base, phase, attendance)
 
     def _compare(self, key: str, facts: Mapping[str, Any], remedy: Remedies) -> Report | None:
-        """Compares this rank's facts with the facts of the first rank that arrived.
+        """Compares this rank's values `facts` with those of the first rank that arrived.
 
         Returns:
             A report on the first fact that differs, or None if all facts are equal.
@@ -259,14 +259,14 @@ class Agreement:
         return Report(rank, error, 2, is_difference=True)
 
     def _publish_verdict(self, number: int, verdict: Report) -> None:
-        """Publishes the verdict of a phase unless one exists, because two ranks may do this."""
+        """Publishes the result of a phase, unless it has one, because two ranks may do this."""
         self._store.compare_set(f"paceline/verdict/{number}", "", verdict.to_text())
 
     def _decide(self, base: str) -> Report:
-        """Returns the verdict of a phase from the reports of the ranks.
+        """Returns the error that all ranks raise at the end of a phase, or a report without an error.
 
-        The verdict is the error of the lowest rank that failed. If no rank failed, it is the difference
-        in facts that the lowest rank reported, or no error.
+        This is the error of the lowest rank that failed. If no rank failed, it is the difference
+        between ranks' facts that the lowest rank reported, if any.
         """
         if not self._store.check([f"{base}/reports"]):
             return Report()
@@ -282,7 +282,7 @@ class Agreement:
         return Report(first.rank, str(error), first.code, first.kind)
 
     def _await_verdict(self, base: str, phase: str, attendance: Attendance) -> Report:
-        """Waits for the verdict of a phase and returns it; stops waiting if a rank posts a fault."""
+        """Waits for the result of a phase and returns it; stops waiting if a rank posts a fault."""
         key = f"paceline/verdict/{self._number}"
         # Rank 0 gives up first and publishes a verdict that names the missing ranks.
         if self._topology.is_main:

@@ -154,7 +154,7 @@ class Collectives(ABC):
         return content.cpu().numpy().tobytes()[: int(length)]
 
     def gather(self, row: Tensor) -> Tensor | None:
-        """Returns the `row` of every rank, stacked, on rank 0's CPU; None on other ranks."""
+        """Returns the tensor `row` of every rank, stacked, on rank 0's CPU; None on other ranks."""
         if self.backend == "none":
             return row.detach().cpu()[None].clone()
         rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None

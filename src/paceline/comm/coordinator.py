@@ -1,4 +1,4 @@
-"""Rank 0's part of a rendezvous: answers greetings and waits until all ranks have joined."""
+"""Rank 0's side of a rendezvous: answers the ranks that connect, and waits until all have joined."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class Executor:
         return program
 
     def part(self, members: Sequence[int]) -> ProcessGroup:
-        """Returns the process group of the ranks `members`: a row, a column or the masters."""
+        """Returns the process group of `members`, a part of the ranks: a row, a column or the masters."""
         layout, rank = self._layout, self.groups.rank
         process_group: ProcessGroup | None
         if members == layout.row_of(rank):
@@ -263,7 +263,7 @@ class _Lane:
         return self._staging.take(place, length, dtype or like.dtype, like.device)
 
     def _view(self, span: Span) -> Tensor:
-        """Returns the elements `span` of the segment, as a cached view."""
+        """Returns the elements `span` of this segment of the buffer, as a cached view."""
         view = self._views.get(span)
         if view is None:
             view = self._views[span] = self._segment[span[0] : span[1]]

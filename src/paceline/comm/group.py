@@ -44,7 +44,7 @@ class SharedFacts:
         self.remedies: dict[str, str] = {}
 
     def compare(self, facts: Mapping[str, Any], remedy: str = SAME_SETTINGS) -> None:
-        """Adds `facts` to the values that ranks compare at the end of the phase.
+        """Adds values that all ranks compare at the end of the block of `Group.phase`.
 
         Args:
             facts: Values that must be equal on all ranks, by name.

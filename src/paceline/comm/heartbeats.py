@@ -38,7 +38,7 @@ _KEYS_PER_S = 50_000
 
 
 class HeartbeatChannel:
-    """Publishes this rank's progress, reads that of other ranks, and shares one error, the verdict.
+    """Publishes this rank's progress, reads the other ranks' progress, and shares one error.
 
     A thread makes the requests, on its own connection to the store. If the store's host is
     unreachable, torch waits for an answer forever, but only this thread is blocked. Only the

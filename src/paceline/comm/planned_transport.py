@@ -308,7 +308,7 @@ class PlannedAllReduce:
         self._guarded(algorithm, buffer, lambda: self._executor.all_reduce(buffer, algorithm))
 
     def _guarded(self, algorithm: str, buffer: Tensor, reduce: Callable[[], None]) -> None:
-        """Calls `reduce`, and replaces errors of the backend by a CommError that names the all-reduce."""
+        """Calls `reduce`, and turns a backend's error into a CommError that names the all-reduce."""
         try:
             reduce()
         except torch.AcceleratorError:

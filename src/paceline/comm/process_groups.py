@@ -154,7 +154,7 @@ class ProcessGroups:
         return group
 
     def check_same(self, facts: Mapping[str, object]) -> None:
-        """Checks that `facts` are equal on all ranks. All ranks call this.
+        """Checks that the values `facts` are equal on all ranks. All ranks call this.
 
         Raises:
             CommError: On every rank, if a fact differs.

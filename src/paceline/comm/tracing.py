@@ -51,7 +51,7 @@ class _Stretch(NamedTuple):
 
 
 class Timeline(ExchangeObserver):
-    """Records the time spans of steps `first` to `last`, and nothing in other steps.
+    """Records what a rank does when in the steps `first` to `last`, and nothing in other steps.
 
     Args:
         first: The number of the first recorded step, counted from 1.
@@ -79,10 +79,10 @@ class Timeline(ExchangeObserver):
 
     @contextmanager
     def span(self, name: str, *, host: bool = False) -> Iterator[None]:
-        """Records the time of this block as a span of the training thread.
+        """Records the start and the end of this block in the track of the training thread.
 
         Args:
-            name: The name of the span.
+            name: The name of the block in the timeline.
             host: True if the block does not use the device. On a GPU, the host's clock is then used.
         """
         if not self._records:

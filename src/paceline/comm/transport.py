@@ -52,7 +52,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
-        """Starts to sum the pieces of one bucket over ranks, in place.
+        """Starts to sum the messages of one bucket over ranks, in place.
 
         Args:
             pieces: The messages of the bucket.

@@ -1,4 +1,4 @@
-"""Declares which settings of different sections cannot be combined, also with facts about the job.
+"""Declares which settings of different sections cannot be combined, or do not fit a job.
 
 Facts are the fields of `Job`, as in `job.device`, and the Python objects of a program, as in
 `program.augment`. Conflicts within a section are declared in the settings module of that section.

@@ -70,14 +70,14 @@ class RunConfig:
         return [*EXCLUSIONS, *chain.from_iterable(owners)]
 
     def check_job(self, job: Job, program: object = None) -> None:
-        """Checks the settings against facts about the job and the objects of the program.
+        """Checks that the settings fit the job and the Python objects of the program.
 
         Args:
-            job: The facts about the job.
+            job: Number of processes and kind of device.
             program: The objects that a Python program gave, or None.
 
         Raises:
-            ConfigError: If a combination of a setting and a fact is refused.
+            ConfigError: If a setting does not fit the job or the objects.
         """
         facts = {"job": job} | ({} if program is None else {"program": program})
         check_exclusions(self.exclusions(), **self.sections(), **facts)

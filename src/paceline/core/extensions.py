@@ -57,7 +57,7 @@ def load_extension(name: str, field: str, value: object) -> Any:
 
 @cache
 def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
-    """Returns the list of parts of each extension package; None for a package that is not installed."""
+    """Returns what each extension package adds (`PROVIDES`); None for a package that is not installed."""
     tables: dict[str, Mapping[str, Mapping[str, str]] | None] = {}
     for package in importlib.import_module("paceline.extensions").PACKAGES:
         try:
@@ -70,7 +70,7 @@ def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
 
 
 def provided(kind: str) -> Mapping[str, str]:
-    """Returns the parts of one kind in extension packages, as `module:attribute` by name."""
+    """Returns what extension packages add of one kind, as `module:attribute` by name."""
     added: dict[str, str] = {}
     for table in _tables().values():
         added |= (table or {}).get(kind, {})
@@ -99,7 +99,7 @@ def load_part(place: str, field: str, value: object) -> Any:
 
 
 def check_new_name(name: object, *, taken: bool) -> None:
-    """Raises ConfigError if a program cannot register a part under `name`."""
+    """Raises ConfigError if a program cannot register an object under `name`."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         remedy = "begin with a to z; then a to z, digits and underscores"
         raise ConfigError("name", name, "is not a valid name", remedy)
@@ -122,11 +122,11 @@ def temporary_registrations() -> Iterator[None]:
 
 
 class Registry(Generic[Part]):
-    """Holds the parts of one kind, such as optimizers, by name, and imports them when they are used.
+    """Finds objects of one kind, such as optimizers, by name, and imports them when they are used.
 
     Args:
         kind: The name of the kind in the tables of extension packages.
-        own: The parts of the core, or their import paths as `module:attribute`.
+        own: The objects of the core, or their import paths as `module:attribute`.
     """
 
     def __init__(self, kind: str, own: Mapping[str, Part | str]) -> None:
@@ -140,34 +140,34 @@ class Registry(Generic[Part]):
         return name in self._outside or self.is_installed(name)
 
     def is_installed(self, name: str) -> bool:
-        """Returns True if a part of the core or of an extension package has this name."""
+        """Returns True if the core or an extension package has an object of this name."""
         return name in self._own or name in provided(self._kind)
 
     def names(self) -> list[str]:
-        """Returns the names of all parts: of the core, of programs, and of extension packages."""
+        """Returns all names: of the core, of programs, and of extension packages."""
         return [*self._own, *self._outside, *provided(self._kind)]
 
     def outside(self) -> dict[str, Part]:
-        """Returns the parts that programs have registered, the latest last."""
+        """Returns the objects that programs have registered, the latest last."""
         return dict(self._outside)
 
     def register(self, name: str, part: Part) -> None:
-        """Registers a program's part; replaces an earlier part of the program with this name.
+        """Registers an object of a program; replaces an earlier one of the program with this name.
 
         Raises:
-            ConfigError: If the name is not valid or belongs to an installed part.
+            ConfigError: If the name is not valid or is already used in Paceline.
         """
         check_new_name(name, taken=self.is_installed(name))
         self._outside[name] = part
 
     def check(self, name: str, field: str) -> None:
-        """Raises ConfigError, with the most similar name, unless `name` is a known part."""
+        """Raises ConfigError, with the most similar name, unless `name` is known."""
         if name not in self:
             hint = nearest(name, self.names()) + missing_packages()
             raise ConfigError(field, name, "unknown", hint)
 
     def get(self, name: str, field: str) -> Part:
-        """Returns the part that the setting `field` names.
+        """Returns the object `name`, which the value of the setting `field` names.
 
         Raises:
             ConfigError: If the name is unknown or its module is not installed.

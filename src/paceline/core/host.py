@@ -131,7 +131,10 @@ def available_cores() -> int:
 
 
 class ProcessStat(NamedTuple):
-    """Facts about a process. `start`, in clock ticks since boot, distinguishes reused ids."""
+    """State, parent, session and start of a process.
+
+    The start, in clock ticks since boot, distinguishes processes that have had the same id.
+    """
 
     state: str
     parent: int
@@ -145,7 +148,7 @@ class ProcessStat(NamedTuple):
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Reads the facts about a process; None if there is no such process or `/proc` hides it."""
+    """Reads the `ProcessStat` of a process; None if there is no such process or `/proc` hides it."""
     try:
         # The kernel cuts a name at 15 bytes, which can split a letter.
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
@@ -167,7 +170,7 @@ def process_age_s() -> float:
 
 
 class StartUp:
-    """Measures the seconds from a command to its first step, by part.
+    """Measures how many seconds each part of the start-up takes, from the command to the first step.
 
     Each part begins at the end of the part before it.
 
@@ -184,7 +187,7 @@ class StartUp:
         self._last = clock()
 
     def end(self, part: str) -> None:
-        """Ends the current part, named `part`; if a name occurs again, its seconds are added up."""
+        """Ends the current part of the start-up and names it; seconds of equal names are added up."""
         now = self._clock()
         self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 3)
         self._last = now

@@ -82,19 +82,19 @@ class Section:
         return from_table(cls, cls.NAME, table | values)
 
     def choices(self) -> Iterator[tuple[str, str]]:
-        """Yields each owner that a setting in `CHOOSERS` has chosen, as pairs of setting and owner."""
+        """Yields which setting chooses which optimizer or extension, as in ("name", "lars")."""
         return self.choices_in({chooser: getattr(self, chooser) for chooser in self.CHOOSERS})
 
     @classmethod
     def choices_in(cls, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yields each setting of a table that chooses an owner, with the owner; skips invalid values."""
+        """Yields the same pairs as `choices` from a table of unchecked values; skips invalid values."""
         for chooser in cls.CHOOSERS:
             value = table.get(chooser)
             names = value if isinstance(value, list | tuple) else (value,)
             yield from ((chooser, name) for name in names if isinstance(name, str))
 
     def of(self, name: str, kind: type[Settings]) -> Settings:
-        """Returns the settings that belong to an owner.
+        """Returns the settings of an optimizer, strategy or extension (the owner).
 
         Args:
             name: The owner.
@@ -104,20 +104,20 @@ class Section:
         return _as_kind(kind, self.owned.get(table_name(kind, name)))
 
     def chosen(self, name: str) -> Any:
-        """Returns the settings of the owner `name` if it is given or chosen; None otherwise."""
+        """Returns the settings in the table `name` if it is given or chosen; None otherwise."""
         return self.owned.get(table_name(settings_class(type(self), name, self.NAME), name))
 
     def unused(self) -> list[str]:
-        """Returns the names of the tables that are given although no setting has chosen their owners."""
+        """Returns the names of the optional tables that are given although no setting has chosen them."""
         return [name for name in self.owned if name not in self._in_use()] if self.CHOOSERS else []
 
     def exclusions(self) -> Iterator[Any]:
-        """Yields the exclusions that the owners in use declare."""
+        """Yields the exclusions that the classes of the tables in use declare."""
         for name in self._in_use():
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
     def _in_use(self) -> list[str]:
-        """Returns the names of tables whose owner a setting has chosen or that need no choice."""
+        """Returns the names of the optional tables that a setting has chosen or that need no choice."""
         kinds = [(settings_class(type(self), name, by), name) for by, name in self.choices()]
         chosen = [table_name(kind, name) for kind, name in kinds]
         return [*chosen, *(n for n, own in self.owned.items() if getattr(own, "UNCHOSEN", False))]
@@ -132,27 +132,27 @@ def _owners(section: str) -> Registry[type]:
 
 
 def register_settings(section: str, owner: str, kind: type) -> None:
-    """Makes the dataclass `kind` the settings of `owner`, as the table `[section.owner]`."""
+    """Makes the dataclass `kind` the settings of the table `[section.owner]`."""
     _owners(section).register(owner, kind)
 
 
 def owner_names(section: type) -> list[str]:
-    """Returns the names of all owners that a section may have."""
+    """Returns the names of all optimizers, strategies and so on that a section can have settings for."""
     if not issubclass(section, Section):
         return []
     return [*section.OWNERS, *sorted(_owners(section.NAME).names())]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
-    """Returns the class of an owner's settings, or None if the owner has no settings.
+    """Returns the settings class of an optimizer, strategy or extension; None if it has no settings.
 
     Args:
         section: The class of the section.
-        owner: The name of the owner.
-        asked_by: The setting or table that names the owner, for the message of the error.
+        owner: The name of the optimizer, strategy or extension.
+        asked_by: The setting or table that contains the name, for the message of the error.
 
     Raises:
-        ConfigError: If the owner belongs to a package that was removed.
+        ConfigError: If it belongs to a package that was removed.
     """
     if not issubclass(section, Section):
         return None
@@ -164,12 +164,12 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
 
 
 def table_name(kind: type | None, owner: str) -> str:
-    """Returns the name of the table with the settings of `owner`, whose class is `kind`."""
+    """Returns the name of the table of `owner`, whose settings class is `kind`."""
     return getattr(kind, "TABLE", "") or owner
 
 
 def owner_tables(section: type) -> Iterator[tuple[str, type]]:
-    """Yields the name and class of each table that owners of a section may have."""
+    """Yields the name and the settings class of each optional table of a section."""
     for owner in owner_names(section):
         kind = settings_class(section, owner, owner)
         if kind is not None and table_name(kind, owner) == owner:

@@ -223,7 +223,7 @@ class MasterOptimizer(_PlainOptimizer):
         return self._outcome
 
     def parts(self) -> list[dict[str, Any]]:
-        """Returns the parameter groups after `UpdateRule.parts` has split each."""
+        """Returns the parameter groups, split by `UpdateRule.parts`."""
         return [part for group in self.param_groups for part in self.rule.parts(group)]
 
     def parameters(self) -> list[Tensor]:

@@ -95,7 +95,7 @@ def _create_from_rule(
 def _create_class(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float
 ) -> MasterOptimizer:
-    """Creates the optimizer if `optim.name` has the form `module:Class`."""
+    """Creates the optimizer that `optim.name` names as `module:Class`."""
     imported = import_object("optim.name", settings.name)
     # A recipe file may name anything in torch.optim (config/trust.py), even what is not an optimizer.
     of_torch = settings.name.startswith("torch.optim:")

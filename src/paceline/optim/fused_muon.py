@@ -116,7 +116,7 @@ class MuonStep(FusedStep):
             self.launch(tables, hyper, gates, outcome)
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
-        """Creates memory and tile lists for the matrix products, or keeps those of the last step."""
+        """Creates memory and tile lists for the matrix products, or keeps the ones of the last step."""
         matrices, in_graph = self._matrices, capturing(device)
         if matrices is None or matrices.layout is not layout:
             if in_graph:

@@ -227,7 +227,7 @@ class UpdateRule(ABC):
         """Copies values that `begin` needs to the device. Not called while a CUDA graph is captured."""
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Returns the rows for `update`, possibly with other gradients. Must not change state."""
+        """Returns the tensors for `update`, possibly with other gradients. Must not change state."""
         return rows
 
     def finish(  # noqa: B027  (optional)
@@ -339,7 +339,7 @@ def _converters(kind: type[NamedTuple]) -> tuple[tuple[str, Callable[[Any], Any]
 
 
 class HyperTable:
-    """Hyper-parameters in fp32 on the device, with one row per parameter group or parameter.
+    """Holds hyper-parameters in fp32 on the device, one row per parameter group or parameter.
 
     The memory never moves, so that a captured CUDA graph reads the current values.
     """
@@ -394,7 +394,7 @@ def on_host(device: torch.device) -> bool:
 
 
 def put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
-    """Sets vector[row.index] = value for each row, without a synchronization as by list indices."""
+    """Sets vector[row.index] = value for each row. Indexing by a list would wait for the device."""
     entries = list(vector.unbind())
     for row, value in zip(rows, values.unbind(), strict=True):
         entries[row.index] = value

@@ -49,7 +49,7 @@ class MuonSettings(OptimizerSettings):
     HAS_KERNELS: ClassVar[bool] = True
 
     trust_coefficient: float = 0.001
-    """Trust coefficient η; step sizes equal those of LARS with the same η and momentum."""
+    """Trust coefficient η; steps have the same length as those of LARS with the same η and momentum."""
     orthogonal: str = "filters"
     """Layers with orthogonalized momentum: `filters` (convolutions), `all` (linear layers too) or
     `auto` (`all` if hidden linear layers have more weights than convolutions)."""

@@ -204,7 +204,7 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
 
 
 def _check(recipe: Recipe, target: Target) -> None:
-    """Raises ConfigError if the rule cannot scale the recipe to the requested run."""
+    """Raises ConfigError if the recipe cannot be scaled to the requested run."""
     for name in (recipe.optimizer, recipe.optim.name):
         if name not in KNOWN:
             raise ConfigError(

@@ -123,7 +123,7 @@ class OptimSettings(Section):
 
     @property
     def is_foreign(self) -> bool:
-        """True if the optimizer is not part of Paceline."""
+        """True if the optimizer is a class of torch or another module, or registered by a program."""
         return self.is_class or registered_rule(self.name) is not None
 
     @property

@@ -60,7 +60,7 @@ def build(
     config: RunConfig, group: Group, stop: StopSignals, components: Components | None = None,
     startup: StartUp | None = None,
 ) -> Training:  # fmt: skip
-    """Builds all parts of a run. All ranks call this at the same point.
+    """Builds data, model, training step and checkpoints of a run. All ranks call this.
 
     Args:
         config: The settings of the run.

@@ -185,7 +185,7 @@ def _not_expanded(tensor: Tensor) -> Tensor:
 
 
 def _check_types(parts: dict[str, Any], path: Path) -> None:
-    """Checks the types of all parts, because another program can write a file with a correct SHA-256."""
+    """Checks the types of all entries, as another program can write a file with a correct SHA-256."""
     step = parts["progress"].get("step") if isinstance(parts.get("progress"), dict) else None
     wrong = [
         name

@@ -166,7 +166,7 @@ def explain_out_of_memory(where: str, remedy: str) -> Iterator[None]:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Returns a seed of 63 bits that is a hash of all parts."""
+    """Returns a seed of 63 bits, which is a hash of all arguments."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

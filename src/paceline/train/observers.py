@@ -356,9 +356,9 @@ def _rank_events(
 
 
 def _lane(span: TimelineSpan, lanes: list[float]) -> int:
-    """Returns the row of the trace on which a span can be drawn without overlapping another.
+    """Returns the row of the trace in which a span does not overlap earlier ones.
 
-    `lanes` has the end of the last span on each row.
+    `lanes` has the end of the last span in each row.
     """
     if span.start_s == span.stop_s:
         return 0

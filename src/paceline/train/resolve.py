@@ -32,7 +32,7 @@ from paceline.train.strategy import strategy_class
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that are known before the model is built.
+    """What `resolve` has to know besides the settings: job, data and checkpoint.
 
     Attributes:
         job: Number of processes and kind of device.

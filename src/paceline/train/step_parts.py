@@ -57,7 +57,7 @@ from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """The parts of a training step, without the data.
+    """The model, optimizer, gradient exchange and other parts of a training step, without the data.
 
     Attributes:
         exchange_summary: Description of the exchange for display; "" on one rank.

@@ -188,7 +188,7 @@ class Strategy:
         return self.group.rank
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
-        """Stores the parts of the step, which were created before."""
+        """Stores the parts of the training step, which have now been created."""
         raise NotImplementedError
 
     @classmethod
