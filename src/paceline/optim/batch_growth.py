@@ -74,11 +74,11 @@ class BatchGrowth:
         return first
 
     def after(self, first: int, micro_batch: int, decay_epochs: Sequence[float]) -> Stages:
-        """Computes the stages after the first batch.
+        """Computes when and to what size the batch grows after the first step.
 
         Args:
             first: First global batch of the run.
-            micro_batch: Size of a micro-batch. Every batch must be a multiple of it.
+            micro_batch: Size of a micro-batch. Every global batch must be a multiple of it.
             decay_epochs: Epochs at which a rule multiplies the batch.
 
         Returns:
@@ -131,7 +131,7 @@ def largest_micro_batch(batch: int, ranks: int, most: int) -> int:
     divides the batch, and no rank has more than 4/3 of an even part.
 
     Args:
-        batch: Number of samples in a step.
+        batch: Number of samples in a step, over all ranks.
         ranks: Number of ranks.
         most: Largest micro-batch.
     """
@@ -149,7 +149,7 @@ def largest_micro_batch(batch: int, ranks: int, most: int) -> int:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """Returns text with the multiples of `unit` above 0 next to `value`, such as `128 or 192`."""
+    """Returns a text with the multiples of `unit` above 0 next to `value`, such as `128 or 192`."""
     below, above = value // unit * unit, (value // unit + 1) * unit
     return f"{below} or {above}" if below else str(above)
 

@@ -260,9 +260,9 @@ class RunState:
         grows = bool(there) or bool(batches.growth)
         if grows and sampler["position"] != expected:
             raise CheckpointError(
-                f"{path} is at sample {sampler['position']:,}, which optim.batch_schedule = "
-                f"{self.config.optim.batch_schedule!r} passes after {expected:,} samples or never",
-                f"resume with {there!r}; only later stages may change",
+                f"{path} is at sample {sampler['position']:,}, but its steps take {expected:,} samples "
+                f"with optim.batch_schedule = {self.config.optim.batch_schedule!r}",
+                f"resume with {there!r}; only entries for later epochs may change",
             )
         if sampler["position"] < expected:
             # The last batch of a shorter run was not full, so the next step would skip samples.
