@@ -25,8 +25,8 @@ class HybridAllReduce:
 
     Args:
         groups: The process groups.
-        table: The algorithm for each size.
-        wire: The format in which float32 buffers travel. 16-bit buffers keep their format.
+        table: The algorithm for each buffer size.
+        wire: The number format in which float32 buffers are sent. 16-bit buffers keep their format.
 
     Example:
         >>> state = pl.HybridAllReduce.from_env(pl.SizeTable.two_way(eta_bytes=1 << 20))
@@ -55,13 +55,13 @@ class HybridAllReduce:
         k: int | None = None,
         timeout_s: float = 600.0,
     ) -> "HybridAllReduce":
-        """Creates the state with the launcher's topology. Every rank calls this at the same point.
+        """Creates the object from the launcher's environment. Every rank calls this at the same point.
 
         torch.distributed must be initialized.
 
         Args:
-            table: The algorithm for each size.
-            wire: The format in which float32 buffers travel.
+            table: The algorithm for each buffer size.
+            wire: The number format in which float32 buffers are sent.
             k: The number of ranks in a group of the hierarchical algorithms. None means the ranks of a
                 node.
             timeout_s: The time limit of a collective in seconds.

@@ -82,7 +82,7 @@ class WireFormat:
 
     @property
     def unit_roundoff(self) -> float:
-        """Returns the largest relative error of one rounding."""
+        """Returns the largest relative error of a rounding to this format."""
         return float(torch.finfo(self.dtype).eps) / 2
 
     def encode(self, buffer: Tensor, wire: Tensor) -> None:

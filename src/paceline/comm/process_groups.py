@@ -278,7 +278,7 @@ def compare_reports(
 
 
 def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) -> None:
-    """Sets NCCL's environment, before the process group is created.
+    """Sets NCCL's environment variables, before the process group is created.
 
     Args:
         topology: This rank.

@@ -25,7 +25,7 @@ BACKEND_GRACE_S = 7 * 86400.0
 
 @dataclass(frozen=True)
 class HybridSettings:
-    """Settings of the algorithm `hybrid`."""
+    """Settings of the algorithm `hybrid`, which chooses an all-reduce algorithm by message size."""
 
     sizes: str = ""
     """Algorithm by message size: a file with a table, or a number N, which means `hierarchical` for

@@ -116,7 +116,7 @@ class Timeline(ExchangeObserver):
         self._stretches.append(_Stretch("sent", COMPUTE, sent, sent, self._step, bucket))
 
     def spans(self) -> list[TimelineSpan]:
-        """Waits for the device, and returns all recorded spans that have ended."""
+        """Waits for the device, and returns all recorded bars of the timeline that have ended."""
         now: _Mark | None = None
         if self._on_gpu and self._stretches:
             now = self._mark(True)
@@ -230,7 +230,7 @@ class ExposedTime:
         began, ended = self._began_event, _event()
 
         def read() -> float:
-            """Reads the time, once the device has passed `ended`."""
+            """Returns the seconds of waiting, once the device has passed the event `ended`."""
             self.last_s = began.elapsed_time(ended) / 1e3
             return self.last_s
 

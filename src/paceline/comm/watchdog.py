@@ -203,7 +203,7 @@ class Watchdog:
         return self._ends
 
     def _check(self) -> PacelineError | None:
-        """Returns the error that this rank has to end with, or None."""
+        """Returns the error with which the watchdog has to end this rank, or None."""
         progress = self._board.progress
         if progress != self._seen:
             self._seen, self._since_s, self._proposed_s = progress, self._now_s, 0.0

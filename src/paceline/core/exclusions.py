@@ -60,7 +60,7 @@ def switched_off(fields: Mapping[str, object], problem: str) -> tuple[Exclusion,
 
 
 def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
-    """Checks the values of settings against exclusions.
+    """Raises ConfigError for the first combination of settings that an exclusion refuses.
 
     Skips an exclusion that names a section or a table of settings that is not in use.
 

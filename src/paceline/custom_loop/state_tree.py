@@ -84,7 +84,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns all tensors of a tree, in order."""
+    """Returns all tensors of a result of `encoded`, in order."""
     tensors: list[Tensor] = []
     map_tensors(tree, tensors.append)
     return tensors
@@ -100,7 +100,7 @@ def reference(tensor: Tensor, shared: Mapping[str, int]) -> Any:
 
 
 def decoded(tree: Any, shared: list[Tensor]) -> Any:
-    """Converts a tree back to a state. `shared` contains the tensors of rank 0's file."""
+    """Converts the result of `encoded` back to a state. `shared` has the tensors of rank 0's file."""
     if isinstance(tree, dict):
         kind = tree.get(_MARK)
         if kind == "shared":

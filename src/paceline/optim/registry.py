@@ -133,7 +133,7 @@ def optimizer_names() -> list[str]:
 
 
 def schedule_names() -> list[str]:
-    """Returns all names of schedules."""
+    """Returns all names of learning-rate schedules."""
     return _schedules.names()
 
 

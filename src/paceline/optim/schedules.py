@@ -100,7 +100,7 @@ class Poly(ScheduleSettings):
     """The schedule `poly`: decays from the peak to the final rate by a power of the remaining time."""
 
     power: float = 2.0
-    """Exponent; 1 is linear decay."""
+    """Exponent of the remaining time; 1 is linear decay."""
 
     def __post_init__(self) -> None:
         SettingChecks("optim.poly", self).number("power", "0 or more")
@@ -181,7 +181,7 @@ class Piecewise(Step):
 def set_rate(
     optimizer: torch.optim.Optimizer, rate: float, others: Mapping[str, float] | None = None
 ) -> None:
-    """Sets the scheduled values of an optimizer.
+    """Sets the learning rate and other scheduled values of an optimizer.
 
     Args:
         optimizer: Optimizer whose groups receive the values.

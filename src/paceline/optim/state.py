@@ -1,4 +1,4 @@
-"""Creates the optimizer state of a parameter, restores it from a checkpoint, and checks other state.
+"""Creates, restores and checks the optimizer state of parameters.
 
 The state of a parameter is fp32 and has the parameter's strides. It consists of buffers, such as
 `momentum_buffer`, and, for a parameter in fp16 or bf16, of the fp32 master weights.

@@ -133,7 +133,7 @@ class LossScale:
     def __init__(
         self, policy: Policy, settings: PrecisionSettings, *, fp16_travels: bool = False
     ) -> None:
-        """Creates the scale.
+        """Creates the loss scale, which is dynamic if gradients can underflow, else 1.
 
         Args:
             policy: The number format of the model.
@@ -152,7 +152,7 @@ class LossScale:
         self._quiet_steps = torch.zeros((), device=policy.device)
 
     def begin_step(self, samples: int, global_batch: int) -> None:
-        """Sets `step_value` for a step.
+        """Sets the loss scale of a step, `step_value`.
 
         The scale is divided by the smallest power of two d with samples · d ≥ global_batch. Multiplying
         by a power of two does not round, so the update has the same bits unless a gradient over- or
@@ -184,7 +184,7 @@ class LossScale:
         self._quiet_steps.copy_(torch.where(free, restart, self._quiet_steps))
 
     def describe(self) -> str:
-        """Returns a description to be displayed at the start of the run."""
+        """Describes the loss scale, for display at the start of the run."""
         return f"dynamic, from {float(self.value):g}" if self.dynamic else "none"
 
     def state(self) -> dict[str, float]:

@@ -62,7 +62,7 @@ class ExchangeParts:
 
     @property
     def plan(self) -> FusionPlan:
-        """The fusion plan."""
+        """The fusion plan: the gradient buckets with their algorithms and wire formats."""
         return self.file.plan
 
     @property

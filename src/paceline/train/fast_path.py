@@ -105,7 +105,7 @@ class FastPath:
         return () if self.applied is None else self.applied.advise(error)
 
     def describe(self) -> str:
-        """Returns a description for the start of the run."""
+        """Describes how a step is computed, for display at the start of the run."""
         pass_ = "plain model" if self.applied is None else self.applied.describe()
         return (
             f"{'NHWC' if self.channels_last else 'NCHW'}, {pass_}, "
@@ -123,7 +123,7 @@ def choose_fast_path(
     dtype: torch.dtype = torch.float16,
     limits: ModelLimits = ModelLimits(),
 ) -> FastPath:
-    """Chooses the fast path and applies the acceleration to `model`.
+    """Chooses how steps are computed (`FastPath`), and applies an acceleration to `model`.
 
     Args:
         settings: The section `[run]`.

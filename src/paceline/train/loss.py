@@ -50,7 +50,7 @@ class TrainingLoss(ABC):
         """Returns the loss of a validation batch without label smoothing, summed over the samples."""
 
     def describe(self) -> str:
-        """Returns a description for the start of the run."""
+        """Describes the loss function, for display at the start of the run."""
         return self.name
 
 

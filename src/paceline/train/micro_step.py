@@ -141,7 +141,7 @@ class Captured:
 
 
 def _capture_cause(error: RuntimeError) -> BaseException:
-    """Returns the first error of a failed capture.
+    """Returns the first error of a failed capture of a CUDA graph.
 
     torch raises a later error, from the end of the capture. If memory ran out or the device is lost, the
     first error is raised instead of returned.
@@ -203,7 +203,7 @@ class MicroStep:
         advise: Advise = no_advice,
         model: nn.Module | None = None,
     ) -> None:
-        """Creates the micro-step.
+        """Sets how micro-batches are computed.
 
         Args:
             forward: The forward pass.

@@ -105,7 +105,7 @@ class StepRecords:
             self._rank_times.forget()
 
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
-        """Estimates the noise scale of a step and adds the estimate to the running averages.
+        """Estimates the gradient noise scale of a step, and adds the estimate to the running averages.
 
         Returns None if the step was skipped or nothing was measured.
         """

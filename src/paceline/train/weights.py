@@ -285,7 +285,7 @@ class WeightAverage:
         self._count.fill_(saved["count"])
 
     def describe(self, steps_per_epoch: float) -> str:
-        """Returns a description for the start of the run."""
+        """Describes the averaging of weights, for display at the start of the run."""
         epochs = self.steps / steps_per_epoch
         return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
 

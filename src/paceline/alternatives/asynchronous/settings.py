@@ -1,4 +1,4 @@
-"""Settings of asynchronous SGD: the table `[run.asynchronous]`."""
+"""Settings of the strategy `asynchronous`: the table `[run.asynchronous]`."""
 
 from __future__ import annotations
 

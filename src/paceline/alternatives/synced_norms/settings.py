@@ -1,4 +1,4 @@
-"""Settings of synchronized batch norm: the table `[run.synced_norms]`."""
+"""Settings of the strategy `synced_norms`: the table `[run.synced_norms]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.settings import SettingChecks
 
 @dataclass(frozen=True)
 class SyncedNormsSettings:
-    """Batch-norm statistics over the micro-batches of several ranks."""
+    """Settings of batch norm whose statistics cover the micro-batches of several ranks."""
 
     ranks: int = 2
     """Number of consecutive ranks that compute batch-norm statistics together."""

@@ -1,4 +1,4 @@
-"""Settings of unequal workers: the table `[run.unequal]`."""
+"""Settings of the strategy `unequal`: the table `[run.unequal]`."""
 
 from __future__ import annotations
 
