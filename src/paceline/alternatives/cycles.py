@@ -19,7 +19,7 @@ CYCLE_TAIL = 0.1
 
 @dataclass(frozen=True)
 class Cycle(ScheduleSettings):
-    """Base of schedules that cycle the learning rate, and the momentum in the opposite direction."""
+    """Cycles of the learning rate, with opposite cycles of the momentum."""
 
     TABLE: ClassVar[str] = "cycle"
     WARMS_UP: ClassVar[bool] = False
@@ -35,8 +35,8 @@ class Cycle(ScheduleSettings):
     )  # fmt: skip
 
     momentum: tuple[float, ...] = (0.85, 0.95)
-    """Momentum (β₁ of AdamW and LAMB) at the highest and the lowest learning rate of a cycle. An empty
-    list keeps `optim.momentum`.
+    """Momentum (β₁ of AdamW and LAMB) at the highest and the lowest learning rate. An empty list keeps
+    `optim.momentum`.
     """
     epochs: float = 8.0
     """Epochs of one cycle of `triangular`."""

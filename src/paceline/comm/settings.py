@@ -25,11 +25,11 @@ BACKEND_GRACE_S = 7 * 86400.0
 
 @dataclass(frozen=True)
 class HybridSettings:
-    """Settings of the algorithm `hybrid`, which chooses an all-reduce algorithm by message size."""
+    """Settings of the algorithm `hybrid`."""
 
     sizes: str = ""
-    """Algorithm by message size: a file with a table, or a number N, which means `hierarchical` for
-    buckets below N KiB and `ring` for larger ones.
+    """Algorithm by message size: a file, or a number N (`hierarchical` for buckets below N KiB, `ring`
+    for larger ones).
     """
 
     def __post_init__(self) -> None:

@@ -386,10 +386,7 @@ def _without_registered(tables: Mapping[str, Any]) -> Tables:
 def _from_file(
     tables: Mapping[str, Any], named: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
-    """Builds a configuration from a file, and checks the code that it names.
-
-    The values in `named` come from the user and need no trust.
-    """
+    """Builds a configuration from a file; checks the code that it names, except in `named`."""
     config = RunConfig.from_tables(tables)
     if trust is not True:
         own = trust.flat() if isinstance(trust, RunConfig) else {}

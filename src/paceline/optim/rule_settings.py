@@ -31,7 +31,7 @@ class LarsSettings(OptimizerSettings):
     HAS_KERNELS: ClassVar[bool] = True
 
     trust_coefficient: float = 0.001
-    """Trust coefficient η, which multiplies all trust ratios."""
+    """Trust coefficient η, a factor of all trust ratios."""
     clip: bool = False
     """Limit the local learning rate to the global one, as in LARC."""
 
@@ -49,14 +49,14 @@ class MuonSettings(OptimizerSettings):
     HAS_KERNELS: ClassVar[bool] = True
 
     trust_coefficient: float = 0.001
-    """Trust coefficient η; steps have the same length as those of LARS with the same η and momentum."""
+    """Trust coefficient η; steps are as long as those of LARS with the same η and momentum."""
     orthogonal: str = "filters"
     """Layers with orthogonalized momentum: `filters` (convolutions), `all` (linear layers too) or
     `auto` (`all` if hidden linear layers have more weights than convolutions)."""
     steps: str = "relative"
     """Step length of orthogonalized matrices: `relative` to their norm, `fixed` (relative to their
-    initial norm), or `auto` (`fixed` in networks with fewer norm layers than orthogonalized matrices,
-    not counting the last linear layer; the steps are shorter if many matrices have no norm layer).
+    initial norm), or `auto` (`fixed` if there are fewer norm layers than such matrices, not counting
+    the last linear layer; shorter if many lack a norm layer).
     """
     share_products: str = "auto"
     """Divide the matrix products among ranks: `on`, `off`, or `auto` (with several ranks, unless they
@@ -79,11 +79,11 @@ class AdamSettings(OptimizerSettings):
     HAS_KERNELS: ClassVar[bool] = True
 
     beta1: float = 0.9
-    """Decay rate of the running average of gradients."""
+    """Decay rate of the average of gradients."""
     beta2: float = 0.999
-    """Decay rate of the running average of squared gradients."""
+    """Decay rate of the average of squared gradients."""
     eps: float = 1e-8
-    """Constant added to the root of the running average of squared gradients."""
+    """Constant added to the root of the average of squared gradients."""
     clip: bool = False
     """Limit the trust ratio of LAMB to 1."""
 

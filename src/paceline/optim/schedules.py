@@ -97,7 +97,7 @@ class Cosine(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Poly(ScheduleSettings):
-    """The schedule `poly`: decays from the peak to the final rate by a power of the remaining time."""
+    """Decays from the peak to the final learning rate by a power of the remaining time."""
 
     power: float = 2.0
     """Exponent of the remaining time; 1 is linear decay."""
@@ -130,7 +130,7 @@ def _passed(epochs: tuple[float, ...], time: float, course: Course) -> int:
 
 @dataclass(frozen=True)
 class Step(ScheduleSettings):
-    """The schedule `step`: changes the learning rate at given epochs, each time by the same factor.
+    """Changes the learning rate at given epochs, each time by the same factor.
 
     The table `[optim.step]` also has the settings of `piecewise`.
     """
@@ -141,10 +141,10 @@ class Step(ScheduleSettings):
     epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Epochs at which the learning rate changes or the batch grows."""
     factor: float = 0.1
-    """Factor of the learning rate at each of the epochs of `step`."""
+    """Factor of the learning rate at each epoch of `step`."""
     factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
-    """Learning rates of `piecewise` as fractions of the peak rate: before the first of `epochs`, and from
-    each of them on.
+    """Learning rates of `piecewise` as fractions of the peak: before the first epoch, and from each
+    on.
     """
 
     def __post_init__(self) -> None:

@@ -52,8 +52,8 @@ class OptimSettings(Section):
     """`sgd`, `lars`, `muon`, `adamw`, `lamb`, another name of docs/optimizers.md, a class of torch.optim
     or another module (`torch.optim:RAdam`), or a registered name."""
     arguments: str = ""
-    """Keyword arguments, except the learning rate, for a class `module:Class` or a registered optimizer,
-    as a TOML table: `{betas = [0.9, 0.95]}`.
+    """Keyword arguments, except the learning rate, of a class `module:Class` or a registered optimizer,
+    as TOML: `{betas = [0.9, 0.95]}`.
     """
     lr: float | None = None
     """Peak learning rate. If unset: `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
@@ -63,9 +63,8 @@ class OptimSettings(Section):
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
     scaling: str = "off"
-    """`auto` derives optimizer, learning rate, trust coefficient, warm-up, micro-batch, averaging and,
-    with few steps per epoch, growth of the batch, from a recipe that works at `known_good_batch`;
-    `off` changes no setting.
+    """`auto` derives optimizer, learning rate, warm-up and other settings from a recipe that works at
+    `known_good_batch`; `off` changes no setting.
     """
     known_good_batch: int | None = None
     """Global batch at which the recipe is known to work, for `scaling`. If unset: the recipe's
@@ -75,7 +74,7 @@ class OptimSettings(Section):
     nesterov: bool = False
     """Use Nesterov momentum in SGD, LARS and Muon."""
     clip_norm: float = 0.0
-    """Maximum norm of all gradients together; larger gradients are scaled down. 0 disables clipping."""
+    """Maximum norm of all gradients together; 0 disables clipping."""
     layer_decay: float = 1.0
     """Factor of the learning rate from each layer to the layer before it; 1 disables it."""
     weight_decay: float = 1e-4
@@ -102,8 +101,8 @@ class OptimSettings(Section):
     multiply the batch by 4 at each of `optim.step.epochs`, or `x4:4096` to do so up to a batch of 4,096
     and then decay the rate. Empty for a constant batch."""
     batch_rate: str = "auto"
-    """How the learning rate changes with the batch of `batch_schedule`: `constant`, `linear` (times
-    batch / first batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, otherwise `constant`).
+    """Change of the learning rate with `batch_schedule`: `constant`, `linear` (times batch / first
+    batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, otherwise `constant`).
     """
     fused: str = "auto"
     """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU if it is

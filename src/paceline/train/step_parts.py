@@ -109,9 +109,7 @@ def create_parts(
     components: Components | None = None, classes: int | None = None,
     limits: ModelLimits = ModelLimits(), strategy: Strategy | None = None,
 ) -> StepParts:  # fmt: skip
-    """Creates the parts of a training step, and rounds the model's weights in place.
-
-    All ranks call this at the same point.
+    """Creates the parts of a training step, and rounds the weights in place. All ranks call this.
 
     Args:
         config: The settings of the run.

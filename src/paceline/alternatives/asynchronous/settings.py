@@ -23,7 +23,7 @@ class AsynchronousSettings:
     staleness: int = 4
     """Maximum number of steps between the fastest and the slowest rank."""
     servers: int = 0
-    """Number of ranks, from rank 0 on, that hold and update a part of the weights; 0 means all ranks."""
+    """Number of ranks, from rank 0 on, that update a part of the weights; 0 means all."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("run.asynchronous", self)

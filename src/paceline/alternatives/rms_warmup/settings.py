@@ -32,7 +32,7 @@ def sgd_share(epoch: float, center: float, width: float) -> float:
 
 @dataclass(frozen=True)
 class RmspropWarmupSettings(OptimizerSettings):
-    """Settings of `rmsprop_warmup`, SGD that begins as RMSprop."""
+    """Settings of SGD that begins as RMSprop."""
 
     CREATE: ClassVar[str] = "alternatives.rms_warmup.optimizer:create"
     RATES: ClassVar[str] = SGD
@@ -47,7 +47,7 @@ class RmspropWarmupSettings(OptimizerSettings):
     center_epochs: float = 10.0
     """Epoch at which SGD and RMSprop have equal weights."""
     width_epochs: float = 5.0
-    """Epochs of the transition from RMSprop to SGD, of which half come after `center_epochs`."""
+    """Epochs of the transition to SGD, half of them after `center_epochs`."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("optim.rmsprop_warmup", self)

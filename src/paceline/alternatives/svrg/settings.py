@@ -84,9 +84,9 @@ class SvrgSettings(OptimizerSettings):
     center_epochs: float = 1.0
     """Epochs from one full gradient to the next."""
     bits: int = 8
-    """Number of bits of the integers in which `halp` stores the offset from the anchor: 8 or 16."""
+    """Bits of the integers of `halp`: 8 or 16."""
     mu: float = 0.1
-    """Assumed strong convexity μ of `halp`. The offset from the anchor is at most ‖full gradient‖ / μ."""
+    """Assumed strong convexity μ of `halp`. The offset is at most ‖full gradient‖ / μ."""
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 16):

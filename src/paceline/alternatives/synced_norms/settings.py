@@ -11,10 +11,10 @@ from paceline.core.settings import SettingChecks
 
 @dataclass(frozen=True)
 class SyncedNormsSettings:
-    """Settings of batch norm whose statistics cover the micro-batches of several ranks."""
+    """Batch norm with statistics over the micro-batches of several ranks."""
 
     ranks: int = 2
-    """Number of consecutive ranks that compute batch-norm statistics together."""
+    """Number of consecutive ranks with common statistics."""
 
     def __post_init__(self) -> None:
         SettingChecks("run.synced_norms", self).number("ranks", "at least 2")

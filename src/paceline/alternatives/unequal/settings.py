@@ -13,7 +13,7 @@ PROBED = "probe"
 
 @dataclass(frozen=True)
 class UnequalSettings:
-    """Settings to divide the global batch in proportion to the speed of ranks."""
+    """Divides the global batch in proportion to the speed of ranks."""
 
     shares: str = PROBED
     """Relative speeds of the ranks: `probe` (measured before the first step), or a number per rank as in
