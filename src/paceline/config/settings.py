@@ -106,8 +106,8 @@ class RunSettings(Section):
     report_port: int | None = None
     """Port of the loopback interface for the live report of a training run; 0 takes a free port."""
     eval_details: str = "auto"
-    """Record the accuracy of each class, confusions and the most confident mistakes of the latest
-    evaluation: `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes).
+    """Record accuracies by class, confusions and the most confident mistakes of the latest evaluation:
+    `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes).
     """
     noise_scale: bool = False
     """Estimate the gradient noise scale; needs at least two micro-batches per step."""

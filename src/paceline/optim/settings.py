@@ -67,8 +67,9 @@ class OptimSettings(Section):
     `known_good_batch`; `off` changes no setting.
     """
     known_good_batch: int | None = None
-    """Global batch at which the recipe is known to work, for `scaling`. If unset: the recipe's
-    `run.global_batch_size`."""
+    """Global batch at which the recipe works, for `scaling`. If unset: the recipe's
+    `run.global_batch_size`.
+    """
     momentum: float = 0.9
     """Momentum of SGD, LARS and Muon."""
     nesterov: bool = False

@@ -86,7 +86,7 @@ class SvrgSettings(OptimizerSettings):
     bits: int = 8
     """Bits of the integers of `halp`: 8 or 16."""
     mu: float = 0.1
-    """Assumed strong convexity μ of `halp`. The offset is at most ‖full gradient‖ / μ."""
+    """Assumed strong convexity μ of `halp`."""
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 16):
