@@ -339,9 +339,10 @@ class Agreement:
             self._publish_verdict(self._number + 1, Report.of(report.rank, first))
 
     def interrupt(self, error: PacelineError) -> None:
-        """Ends the phase under way and the next one with `error` on all ranks.
+        """Makes all ranks raise `error` at the end of the current phase and of the next one.
 
-        Another thread may call this, on a connection of its own, while this rank waits in a phase.
+        Another thread may call this, on a connection of its own, while this rank waits at the end of a
+        phase.
         """
         verdict = Report.of(self._topology.rank, error).to_text()
         with suppress(RuntimeError):

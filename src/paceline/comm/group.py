@@ -139,12 +139,12 @@ class Group(Collectives):
 
     @property
     def generation(self) -> Generation | None:
-        """The current generation of the job; None if the job ends when a rank is lost."""
+        """The ranks of the job since the last loss; None if the job ends when a rank is lost."""
         generations = self._members.generations if self._members is not None else None
         return None if generations is None else generations.current
 
     def describe_losses(self) -> str:
-        """Returns the causes of all losses so far."""
+        """Returns the causes of all losses of ranks so far."""
         assert self._members is not None
         assert self._members.generations is not None
         return self._members.generations.describe_losses()
@@ -156,18 +156,18 @@ class Group(Collectives):
 
     @property
     def connect_s(self) -> float | None:
-        """The time limit for connecting a process group; None means that of a collective."""
+        """The time limit in seconds to connect a process group; None means that of a collective."""
         return None if self._members is None else self._members.connect_s
 
     def recorded(self) -> AbstractContextManager[None]:
-        """Surrounds the creation of further process groups, which a lost rank must be able to end."""
+        """Returns a context in which process groups are created that the loss of a rank has to end."""
         return nullcontext() if self._members is None else self._members.recorded()
 
     def regroup(self) -> None:
-        """Forms the next generation of the job with the other survivors, after a `LostMemberError`.
+        """Connects the remaining ranks in new process groups, after a `LostMemberError`.
 
-        Survivors keep their order. This object then describes the new ranks. All process groups are new;
-        an abandoned collective may still write into old buffers.
+        Ranks keep their order but get new numbers, which this object then has. A collective that was
+        abandoned may still write into its old buffers.
 
         Raises:
             PeerError: If the survivors cannot continue, or another rank is lost meanwhile.
@@ -184,7 +184,7 @@ class Group(Collectives):
             self.post_fault(self._own_fault)
 
     def _loss(self) -> LostMemberError | None:
-        """Returns the error for a collective that failed because a member is lost, or None.
+        """Returns the error for a collective that failed because a rank is lost, or None.
 
         A rank that ends with an error of its own has posted it, and ends the job.
         """
@@ -367,7 +367,7 @@ class Group(Collectives):
             raise no_thread(error) or alone from error
 
     def peer_error(self, error: CommError) -> PeerError:
-        """Returns the error for a failed exchange: the failed rank's posted error, or else `error`."""
+        """Returns the error for a failed exchange: the failed rank's error if known, else `error`."""
         if (loss := self._loss()) is not None:
             return loss
         if self._lost is None:

@@ -107,7 +107,7 @@ class Membership:
 
     @property
     def connect_s(self) -> float | None:
-        """The time limit for connecting a process group; None means that of a collective."""
+        """The time limit in seconds to connect a process group; None means that of a collective."""
         return None if self.generations is None else CONNECT_S
 
     def recorded(self) -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ class Membership:
         return nullcontext() if self.generations is None else self.generations.sockets.recorded()
 
     def regroup(self, device: torch.device) -> None:
-        """Forms the next generation with the other survivors, and connects it.
+        """Connects the remaining ranks in new process groups, after ranks were lost.
 
         Raises:
             PeerError: If the survivors cannot continue.
@@ -136,7 +136,7 @@ class Membership:
             self._follow(generations)
 
     def _follow(self, generations: Generations) -> None:
-        """Creates agreement and watchdog of the current generation."""
+        """Creates the agreement and the watchdog for the ranks of the current generation."""
         before = self.agreement
         self.agreement = Agreement(self._store, self.topology, self._settings.rendezvous_timeout_s)
         self.agreement.run = before.run

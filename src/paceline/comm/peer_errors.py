@@ -65,11 +65,11 @@ class PeerError(CommError):
 
 
 class LostMemberError(PeerError):
-    """A member of the job is lost. The others can form the next generation (`Group.regroup`)."""
+    """Raised if a rank is lost. The other ranks can continue after a call of `Group.regroup`."""
 
 
 class AgreedLostMemberError(AgreedError, LostMemberError):
-    """A LostMemberError that another rank has published."""
+    """A LostMemberError that another rank has raised first."""
 
 
 _KINDS: dict[str, type[AgreedError]] = {

@@ -88,7 +88,7 @@ class ProcessGroups:
             the algorithms only need the group of all ranks, and each further group opens sockets
             between all its members.
         algorithms: Create only the sub-groups that these algorithms need. None creates all.
-        connect_s: The time limit for connecting in seconds. None means that of a collective.
+        connect_s: The time limit in seconds to connect the groups. None means `timeout_s`.
     """
 
     def __init__(

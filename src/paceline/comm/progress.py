@@ -131,7 +131,7 @@ class ProgressBoard(ExchangeObserver):
             return RankProgress(**self._now)
 
     def reset(self) -> None:
-        """Starts anew, as in a new group of ranks."""
+        """Resets the progress to that of a rank before its first step."""
         self._update(**asdict(RankProgress()))
 
     def _update(self, **changes: int | str | bool) -> None:

@@ -81,10 +81,11 @@ class CommSettings(Section):
     graphs).
     """
     plan: str = ""
-    """`plan.toml` of `paceline tune` or `paceline plan` with buckets, algorithms and wire formats."""
+    """Plan file of `paceline tune` or `paceline plan`, with buckets, algorithms and wire formats."""
     min_ranks: int = 0
     """Continue without lost ranks while at least this number is left; 0 ends the job when a rank is
-    lost."""
+    lost.
+    """
     share_gpus: bool = False
     """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 

@@ -64,7 +64,7 @@ class Transport(ABC):
         """
 
     def abandon(self) -> None:  # noqa: B027
-        """Leaves messages under way, and process groups that have ended already, to themselves."""
+        """Gives up buckets whose sum is not complete, after their process groups have ended."""
 
     def close(self) -> None:  # noqa: B027
         """Frees threads and process groups. Does not wait for buckets whose sum is not complete."""

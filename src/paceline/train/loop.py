@@ -60,7 +60,7 @@ class TrainingLoop:
         self._step_s: list[float] = []
 
     def start(self) -> None:
-        """Records the start of the run. A collective."""
+        """Records the start of the run. All ranks call this."""
         t, progress = self._t, self._t.progress
         t.startup.end("records")
         t.emit(
@@ -93,12 +93,12 @@ class TrainingLoop:
             self._save(best=False)
 
     def run(self) -> RunResult:
-        """Trains to the end of the run, or until it is stopped, and saves the last step.
+        """Trains to the end of the run, or until a signal or callback stops it, and saves a checkpoint.
 
-        After a `LostMemberError` and a recovery, another call continues.
+        After a `LostMemberError` and a call of `recover`, another call continues the training.
 
         Returns:
-            The reason for the end.
+            The reason why training ended.
 
         Raises:
             PacelineError: If the run fails on any rank.
@@ -119,7 +119,7 @@ class TrainingLoop:
         return result
 
     def save(self) -> None:
-        """Saves the last completed step unless that has happened; waits for the file. A collective."""
+        """Saves a checkpoint of the last completed step, if there is none yet. All ranks call this."""
         if self._t.saved_step != self._t.progress.step:
             self._save(best=False)
         self._t.finish_save()

@@ -192,7 +192,7 @@ class RunTrace:
         return self._unwritten and step >= self.timeline.last
 
     def drop(self) -> None:
-        """Drops the trace, because the ranks have changed."""
+        """Discards the trace of the steps so far, because the ranks have changed."""
         self._unwritten = False
 
     def write(self) -> str:

@@ -154,7 +154,7 @@ def _check_parts(plan: BatchPlan, reason: str) -> None:
 
 
 def check_min_ranks(config: RunConfig, job: Job) -> None:
-    """Refuses `comm.min_ranks`, with a ConfigError, for runs that cannot change their number of ranks."""
+    """Raises ConfigError if `comm.min_ranks` is set for a run whose number of ranks cannot change."""
     least, own = config.comm.min_ranks, config.optim.own_optimizer
     if not least:
         return

@@ -169,7 +169,7 @@ def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome
 
 
 def _run_generations(training: Training, loop: TrainingLoop) -> RunOutcome:
-    """Runs the loop to its end. With `comm.min_ranks`, continues with the survivors of a lost rank."""
+    """Runs the training loop to its end. With `comm.min_ranks`, continues after ranks were lost."""
     started, lost = False, False
     while True:
         try:

@@ -403,13 +403,13 @@ class TrainStep:
         return self._unfinished
 
     def complete(self, row: Tensor) -> None:
-        """Completes a step whose exchange has failed here but not on another rank, for `collect`.
+        """Completes a step whose all-reduces have failed on this rank but not on another one.
 
-        The caller has restored the weights of the other rank. This rank's batch-norm statistics stay, as
-        they are those after the step, unless all ranks have discarded it.
+        The caller has restored the weights of the other rank. This rank's batch-norm statistics stay,
+        as they are those after the step, unless all ranks have discarded the step.
 
         Args:
-            row: The outcome on the other rank, its `last_row`.
+            row: The results on the other rank, its `last_row`.
         """
         launched = self._exchanging
         assert launched is not None

@@ -100,7 +100,7 @@ class StepRecords:
             self._rank_times.gather()
 
     def forget_times(self) -> None:
-        """Drops times that have not been gathered."""
+        """Drops step times that were not gathered from all ranks."""
         if self._rank_times is not None:
             self._rank_times.forget()
 
@@ -212,7 +212,7 @@ class RankTimes:
         self._rows.append((event.step, times))
 
     def forget(self) -> None:
-        """Drops the noted steps."""
+        """Drops the recorded step times."""
         self._rows.clear()
 
     def gather(self) -> None:

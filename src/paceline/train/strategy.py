@@ -109,10 +109,11 @@ class Strategy:
         one_batch: Reason why the global batch cannot grow during a run; "" if it can.
         fixed_ranks: Reason why the number of ranks cannot change during a run; "" if it can.
         equal_parts: Reason why all ranks need the same number of micro-batches; "" if they do not.
-        counts: Titles of record fields that are histograms: title, name of the number, name of the count.
-        shown: Values of the summary and of evaluations that reports display.
-        lag: Number of steps that may be in flight while the next step is prepared; None for the default
-            of the device.
+        counts: Descriptions of record fields that are histograms, by field: title, name of the number,
+            name of the count.
+        shown: Names of values in the summary and in evaluations that reports display.
+        lag: Number of launched but unfinished steps that are allowed while the next step is prepared;
+            None for the default of the device.
         stops_within_step: False if ranks wait for each other inside a step, so that they can stop only
             between steps.
     """
