@@ -40,7 +40,7 @@ DataLike = str | Path | Source | Any
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run. All fields except `summary` are equal on all ranks.
+    """The results of a training run. All fields except `summary` are equal on all ranks.
 
     Attributes:
         folder: The run folder.
@@ -231,7 +231,7 @@ class Trainer:
         show_error: ShowError | None = None,
         startup: StartUp | None = None,
     ) -> RunOutcome:
-        """Trains as `fit` does, with a custom display.
+        """Trains as `fit` does, with a custom display of the progress.
 
         Args:
             display: Creates the observer that displays the events of rank 0.
@@ -320,7 +320,7 @@ def _plain(value: Any) -> Any:
 def _take(
     values: dict[str, Any], components: dict[str, Any], setting: str, component: str, given: Any
 ) -> None:
-    """Stores a name in `values`. Stores an object in `components`, and its name in `values`."""
+    """Stores a name in `values`; stores an object in `components`, and its name in `values`."""
     if given is None:
         return
     if isinstance(given, str):

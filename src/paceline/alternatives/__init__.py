@@ -1,7 +1,7 @@
 """Methods from the literature that are not the default; each has its own module or package.
 
-`PROVIDES` lists what the modules add, by kind, as name and import path. This file imports none of the
-modules, so each of them can be removed.
+`PROVIDES` lists what the modules add (strategies, optimizers and so on), by name and import path. This
+file imports none of the modules, so each of them can be removed.
 """
 
 from __future__ import annotations

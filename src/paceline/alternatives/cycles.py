@@ -19,7 +19,7 @@ CYCLE_TAIL = 0.1
 
 @dataclass(frozen=True)
 class Cycle(ScheduleSettings):
-    """Cycles of the rate, with opposite cycles of the momentum."""
+    """Cycles of the learning rate, with opposite cycles of the momentum."""
 
     TABLE: ClassVar[str] = "cycle"
     WARMS_UP: ClassVar[bool] = False
@@ -35,12 +35,13 @@ class Cycle(ScheduleSettings):
     )  # fmt: skip
 
     momentum: tuple[float, ...] = (0.85, 0.95)
-    """Momentum (β₁ of AdamW and LAMB) at the highest and the lowest rate of a cycle. An empty list keeps
-    `optim.momentum`."""
+    """Momentum (β₁ of AdamW and LAMB) at the highest and the lowest learning rate. An empty list keeps
+    `optim.momentum`.
+    """
     epochs: float = 8.0
     """Epochs of one cycle of `triangular`."""
     decay: float = 1.0
-    """Factor of the height from each cycle of `triangular` to the next; 0.5 is Smith's `triangular2`."""
+    """Factor of the peak from each cycle of `triangular` to the next; 0.5 is Smith's `triangular2`."""
 
     def __post_init__(self) -> None:
         momenta = list(self.momentum)
@@ -65,13 +66,13 @@ class Cycle(ScheduleSettings):
         return {"momentum": high - (high - low) * self.height(time, course)}
 
     def height(self, time: float, course: Course) -> float:
-        """Returns the position of the rate between the floor (0) and the peak (1) of a cycle."""
+        """Returns where the learning rate is between the lowest (0) and the peak (1) of a cycle."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class OneCycle(Cycle):
-    """One cycle, followed by a tail."""
+    """The schedule `one_cycle`: one cycle of the learning rate, then a tail at low rates."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ("epochs", "decay")
 
@@ -89,7 +90,7 @@ class OneCycle(Cycle):
 
 @dataclass(frozen=True)
 class Triangular(Cycle):
-    """Cycles of equal length."""
+    """The schedule `triangular`: cycles of equal length."""
 
     def height(self, time: float, course: Course) -> float:
         cycles, phase = divmod(time / (self.epochs * course.steps_per_epoch), 1.0)

@@ -1,8 +1,9 @@
-"""Agreement between ranks over the rendezvous store, without collectives.
+"""Makes ranks agree on success or failure, through the rendezvous store and without collectives.
 
-Each rank reports an error, or facts that must be equal on all ranks. Then all ranks continue, or all
-raise the same error. An agreement needs neither a GPU nor a backend. So it works before the first
-collective, and also between ranks whose state differs. `ActiveClock` measures how long a rank waits.
+A rank that failed reports its error; a rank can also report values (facts) that must be equal on all
+ranks. Then all ranks continue, or all raise the same error. An agreement needs neither a GPU nor a
+backend. So it works before the first collective, and also between ranks whose state differs.
+`ActiveClock` measures how long a rank waits.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ActiveClock:
 
 
 def came(store: Store, key: str, wait_s: float) -> bool:
-    """Waits up to `wait_s` seconds for a key of the store. Returns True if the key exists."""
+    """Waits up to `wait_s` seconds until `key` exists in the store. Returns True if it exists."""
     try:
         store.wait([key], timedelta(seconds=wait_s))
     except DistNetworkError:
@@ -98,16 +99,20 @@ def came(store: Store, key: str, wait_s: float) -> bool:
 
 
 def peek(store: Store, key: str) -> str:
-    """Returns the value of a key, or "" if it does not exist.
+    """Returns the value of `key` in the store, or "" if the key does not exist.
 
-    This takes one request to the store; torch's `get` takes two.
+    This sends one request to the store; torch's `get` sends two.
     """
     value = store.compare_set(key, _NOTHING, "").decode(errors="replace")
     return "" if value == _NOTHING else value
 
 
 class Report(NamedTuple):
-    """The error of one rank, or the verdict of a phase: the error for all ranks, or none."""
+    """A message in the store: the error of one rank, or the common result of all ranks.
+
+    The common result (the verdict of `Agreement.agree`) is the error that all ranks raise, or no
+    error.
+    """
 
     rank: int = 0
     error: str = ""
@@ -122,7 +127,7 @@ class Report(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes | str) -> Report:
-        """Parses a report. Raises ParseError if no rank can have written the text."""
+        """Parses the text of a report. Raises ParseError if no rank can have written the text."""
         table = parse_table(text)
         report = cls(**{name: table[name] for name in cls._fields if name in table})
         if (
@@ -149,13 +154,13 @@ class Report(NamedTuple):
 
 @contextmanager
 def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None) -> Iterator[None]:
-    """Replaces errors of the store in this block by `error`, or by a PeerError if `error` is None."""
+    """Replaces errors of the store that the block raises by `error`, or by a PeerError if it is None."""
     try:
         yield
     except ParseError as strange:
         raise error or PeerError(
-            f"rank {rank} has read a message at '{phase}' that no rank has written ({strange})",
-            "let only the ranks of the job reach MASTER_PORT",
+            f"rank {rank} has read an invalid message in the rendezvous store at '{phase}' ({strange})",
+            "make sure that only the ranks of the job can reach MASTER_PORT",
         ) from strange
     except DistNetworkError as lost:
         raise error or PeerError(
@@ -167,11 +172,14 @@ def explain_lost_store(rank: int, phase: str, error: PacelineError | None = None
 class Agreement:
     """Makes all ranks continue, or raise the same error, at the end of each phase of a run.
 
+    A phase is a named part of a run in which a rank can fail alone, such as opening the data.
+
     All ranks reach the phases in the same order. If several runs share the group, the prefix `run`
     distinguishes their phases. At the end of a phase each rank records its arrival (`Attendance`) and
-    waits for the verdict. Ranks that failed or whose facts differ post a report before. Only the last
-    rank to arrive reads the reports; it writes the verdict. Without errors a phase takes each rank three
-    requests to the store, or four with facts.
+    waits for the verdict: the error that all ranks raise, or no error. A rank that failed, or whose
+    facts differ from those of other ranks, first posts a report. Only the last rank to arrive reads
+    the reports; it writes the verdict. If there is no error, a phase takes three requests to the store
+    per rank, or four if facts are compared.
     """
 
     def __init__(self, store: Store, topology: Topology, timeout_s: float) -> None:
@@ -227,7 +235,7 @@ class Agreement:
         return self._await_verdict(base, phase, attendance)
 
     def _compare(self, key: str, facts: Mapping[str, Any], remedy: Remedies) -> Report | None:
-        """Compares this rank's facts with the facts of the first rank that arrived.
+        """Compares this rank's values `facts` with those of the first rank that arrived.
 
         Returns:
             A report on the first fact that differs, or None if all facts are equal.
@@ -251,14 +259,14 @@ class Agreement:
         return Report(rank, error, 2, is_difference=True)
 
     def _publish_verdict(self, number: int, verdict: Report) -> None:
-        """Publishes a verdict unless one exists. Rank 0 and the last rank may both publish one."""
+        """Publishes the result of a phase, unless it has one, because two ranks may do this."""
         self._store.compare_set(f"paceline/verdict/{number}", "", verdict.to_text())
 
     def _decide(self, base: str) -> Report:
-        """Returns the verdict of a phase from the reports of the ranks.
+        """Returns the error that all ranks raise at the end of a phase, or a report without an error.
 
-        The verdict is the error of the lowest rank that failed. If no rank failed, it is the difference
-        in facts that the lowest rank reported, or no error.
+        This is the error of the lowest rank that failed. If no rank failed, it is the difference
+        between ranks' facts that the lowest rank reported, if any.
         """
         if not self._store.check([f"{base}/reports"]):
             return Report()
@@ -274,7 +282,7 @@ class Agreement:
         return Report(first.rank, str(error), first.code, first.kind)
 
     def _await_verdict(self, base: str, phase: str, attendance: Attendance) -> Report:
-        """Waits for the phase's verdict and returns it; stops waiting if a rank posts a fault."""
+        """Waits for the result of a phase and returns it; stops waiting if a rank posts a fault."""
         key = f"paceline/verdict/{self._number}"
         # Rank 0 gives up first and publishes a verdict that names the missing ranks.
         if self._topology.is_main:
@@ -287,7 +295,7 @@ class Agreement:
         return Report.parse(peek(self._store, key))
 
     def _polled(self, key: str) -> bool:
-        """Returns True once the key exists, and False after the timeout."""
+        """Waits until `key` exists. Returns False if it does not exist after the timeout."""
         clock, pause_s = ActiveClock(), _FIRST_PAUSE_S
         while not self._store.check([key]):
             if clock.now_s() > self._timeout_s:
@@ -321,8 +329,8 @@ class Agreement:
     def post_fault(self, error: PacelineError) -> None:
         """Publishes this rank's error unless another rank has already published one.
 
-        The published error also becomes the verdict of the next phase, so that ranks that wait at the
-        end of that phase raise it.
+        The error also becomes the verdict of the next phase, so that ranks that wait at the end of
+        that phase raise it.
         """
         report = Report.of(self._topology.rank, error)
         # If the store has ended with its host, no rank can read the error. The caller then raises it.
@@ -331,9 +339,10 @@ class Agreement:
             self._publish_verdict(self._number + 1, Report.of(report.rank, first))
 
     def interrupt(self, error: PacelineError) -> None:
-        """Ends the phase under way and the next one with `error` on all ranks.
+        """Makes all ranks raise `error` at the end of the current phase and of the next one.
 
-        Another thread may call this, on a connection of its own, while this rank waits in a phase.
+        Another thread may call this, on a connection of its own, while this rank waits at the end of a
+        phase.
         """
         verdict = Report.of(self._topology.rank, error).to_text()
         with suppress(RuntimeError):
@@ -360,7 +369,7 @@ class Agreement:
             return None
 
     def call_roll(self) -> None:
-        """Starts a roll call: asks every rank to show that it is alive (`answer_roll`)."""
+        """Asks every rank to show that it is alive, which each rank does with `answer_roll`."""
         self._store.set(_ROLL, "")
         self.post_news()
 
@@ -368,11 +377,11 @@ class Agreement:
         return bool(self._store.check([_ROLL]))
 
     def answer_roll(self) -> None:
-        """Answers the roll call to show that this rank is alive. Each rank calls this at most once."""
+        """Shows that this rank is alive, after a `call_roll`. Called at most once."""
         Attendance(self._store, _ROLL, self._topology.world_size).arrive(self._topology.rank)
 
     def missing_in_roll(self) -> set[int]:
-        """Returns the ranks that have neither answered the roll call nor left the job."""
+        """Returns the ranks that have neither answered `call_roll` nor left the job."""
         missing = set(Attendance(self._store, _ROLL, self._topology.world_size).missing())
         return missing - self.left() if missing else missing
 
@@ -386,7 +395,7 @@ class Agreement:
         return bool(self._store.check([_STOP]))
 
     def post_news(self) -> None:
-        """Makes every rank check the store for a verdict, a stop request or a roll call."""
+        """Makes every rank check the store for an error, a stop request or a roll call."""
         self._store.set(_NEWS, "")
 
     def has_news(self) -> bool:

@@ -50,8 +50,8 @@ class Collectives(ABC):
     def completed(self, what: str, action: Callable[[], object]) -> None:
         """Runs a collective under the watchdog and waits until the device has completed it.
 
-        NCCL's calls return once the work is queued. Without waiting here, the host could later wait for
-        a lost rank at a point that the watchdog does not observe.
+        NCCL's calls return once the work is queued. Without waiting here, the host could later wait
+        for a lost rank at a point that the watchdog does not monitor.
 
         Args:
             what: The name of the collective, for error messages.
@@ -81,14 +81,14 @@ class Collectives(ABC):
             self.watched("all-reduce", lambda: dist.all_reduce(tensor))
 
     def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
-        """Returns a function that sums a tensor over this rank's group of `size` neighbouring ranks.
+        """Returns a function that sums a tensor over this rank's group of `size` consecutive ranks.
 
         All ranks call this method. The returned function does not wait for a GPU. Over Gloo the sum is
         complete when the function returns.
 
         Args:
             size: Number of ranks in a group.
-            timeout_s: The setting `comm.timeout_s`.
+            timeout_s: Time limit of a sum in seconds.
         """
         made: Any = None
         wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
@@ -154,7 +154,7 @@ class Collectives(ABC):
         return content.cpu().numpy().tobytes()[: int(length)]
 
     def gather(self, row: Tensor) -> Tensor | None:
-        """Returns the `row` of every rank, stacked, on rank 0's CPU; None on other ranks."""
+        """Returns the tensor `row` of every rank, stacked, on rank 0's CPU; None on other ranks."""
         if self.backend == "none":
             return row.detach().cpu()[None].clone()
         rows = [torch.empty_like(row) for _ in range(self.world_size)] if self.rank == 0 else None
@@ -214,7 +214,7 @@ def abort_process_groups(
 
 
 def backend_reason(error: RuntimeError) -> str:
-    """Returns the first sentence of a backend's error, without the source location at its start."""
+    """Returns the first sentence of a backend's error message, without the leading source location."""
     text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
     return text.splitlines()[0].partition(". ")[0][:160] if text else type(error).__name__
 

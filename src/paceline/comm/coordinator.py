@@ -1,4 +1,4 @@
-"""Rank 0's part of a rendezvous: answers greetings and waits until all ranks have joined."""
+"""Rank 0's side of a rendezvous: answers the ranks that connect, and waits until all have joined."""
 
 from __future__ import annotations
 
@@ -78,7 +78,12 @@ class Greeting(NamedTuple):
 
 
 class Coordinator:
-    """Admits the ranks of one attempt to start the job. Only rank 0 creates it."""
+    """Rank 0's part in starting a job: it waits for the other ranks. Only rank 0 creates it.
+
+    The same job can be started several times, for example if torchrun restarts it after a failure.
+    Each such attempt has a random name, which keeps its keys in the store apart from those of earlier
+    attempts.
+    """
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class Coordinator:
         self._refused_s = 0.0
 
     def admit_all(self, timeout_s: float, clock: ActiveClock) -> str:
-        """Waits until every rank has joined, and returns the name of this attempt."""
+        """Waits until every rank has joined, and returns the random name of this attempt."""
         self._publish_job()
         all_in = f"{LOBBY}/in/{self._name}/all"
         take_place(self._store, self._name, self._topology)
@@ -138,8 +143,8 @@ class Coordinator:
     def dismiss(self, error: CommError) -> None:
         """Tells the other ranks why the job does not start.
 
-        The other ranks wait in the job's first phase, or for the answer to a greeting. Rank 0 waits a few
-        seconds for them to read the error, because the store might end with this process.
+        The other ranks wait for an answer to their greeting, or for all ranks to join. Rank 0 waits a
+        few seconds for them to read the error, because the store might end with this process.
         """
         self._failure = str(error)
         agreement = Agreement(PrefixStore(self._name, self._store), self._topology, LINGER_S)
@@ -169,10 +174,10 @@ class Coordinator:
         self._store.set(JOB, json.dumps(job))
 
     def _answer_all(self, clock: ActiveClock) -> None:
-        """Answers the greetings that have come since the last call.
+        """Answers the greetings that have arrived since the last call.
 
         Raises:
-            EndedEarlyError: If a rank was asked to end.
+            EndedEarlyError: If a signal asked one of the ranks to end.
         """
         answers: dict[str, str] = {}
         # A foreign process might fill or empty the queue. Ranks without an answer send another greeting.

@@ -1,15 +1,16 @@
-"""`GradientExchange`: sums the gradients of all ranks, in the buckets of a fusion plan.
+"""`GradientExchange`: sums the gradients of all ranks, in the buckets of a `FusionPlan`.
 
-There is one flat buffer for each number format, with the gradients in the plan's order. A step calls
-`begin`. Each micro-step then runs backward and calls `gather`, which moves `.grad` into the buffers; the
-last micro-step calls `arm` before backward. At the end the step calls `reduce`. The gradients of several
+There is one flat buffer per dtype, with the gradients in the plan's order. A step calls `begin`. Each
+micro-step then runs backward and calls `gather`, which moves `.grad` into the buffers; the last
+micro-step calls `arm` before backward. At the end the step calls `reduce`. The gradients of several
 micro-steps are summed in fp32 and rounded once. After `reduce`, each `.grad` is a view of the sum over
-all ranks. A few `Signals` are summed in the last bucket, so that stopping, failing and counting need no
-messages of their own.
+all ranks. A few `Signals` are summed in the last bucket, so that stopping, failing and counting need
+no messages of their own.
 
-If the transport overlaps, an armed exchange sends each bucket as soon as backward has filled it and all
-earlier buckets of the plan. `reduce` sends the rest and waits. A micro-step can be captured in a CUDA
-graph: `capture` and `replay` update the Python state of the exchange accordingly.
+If the transport supports overlap, the exchange sends each bucket during the backward pass after `arm`,
+as soon as backward has filled it and all earlier buckets of the plan. `reduce` sends the remaining
+buckets and waits. A micro-step can be captured in a CUDA graph: `capture` and `replay` update the
+Python state of the exchange accordingly.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from paceline.plan.wires import wire_bytes
 
 @dataclass(frozen=True)
 class Message:
-    """A message of the exchange: elements `start` to `stop` − 1 of the flat buffer of `dtype`."""
+    """One all-reduce of a step, of elements `start` to `stop` − 1 of the flat buffer of `dtype`."""
 
     dtype: str
     start: int
@@ -44,22 +45,22 @@ class Message:
 
     @property
     def wire_bytes(self) -> int:
-        """Returns the number of bytes that are sent, in the wire format."""
+        """Returns the size of the message in the number format in which it is sent."""
         return wire_bytes(self.stop - self.start, self.dtype, self.wire)
 
 
 def plan_messages(
     plan: FusionPlan, layouts: Mapping[str, FlatLayout], tail: int
 ) -> list[list[Message]]:
-    """Returns the messages of each bucket: one for each number format of the bucket's gradients.
+    """Returns the messages of each bucket: one for each dtype of the bucket's gradients.
 
     The last bucket also sends the signals, always in fp32: inside its fp32 message if there is one,
     otherwise in a separate message.
 
     Args:
         plan: The fusion plan.
-        layouts: The layout of each number format, with tensors in the plan's order.
-        tail: Number of elements after the float32 tensors that contain the signals.
+        layouts: The layout of the flat buffer of each dtype, with tensors in the plan's order.
+        tail: Number of elements for the signals at the end of the float32 buffer.
     """
     messages: list[list[Message]] = []
     for bucket in plan.buckets:
@@ -90,7 +91,10 @@ def _add_tail(last: list[Message], length: int, tail: int, algorithm: str) -> No
 
 @dataclass(frozen=True)
 class Signals:
-    """Values of one rank that are summed over all ranks together with the gradients of a step."""
+    """Numbers of one rank that are summed over all ranks together with the gradients of a step.
+
+    With these sums all ranks learn in the same step that a rank has failed or was asked to stop.
+    """
 
     loss: float = 0.0
     corrupt: float = 0.0
@@ -112,16 +116,18 @@ SIGNALS = tuple(field.name for field in fields(Signals))
 
 
 class GradientExchange:
-    """Sums gradients over ranks; owns the flat gradient buffers and all other state of the exchange.
+    """Sums gradients over ranks, in flat buffers that it allocates.
 
     Args:
         parameters: Names and parameters of the model. Parameters that are not trained are ignored.
         group: The group of all ranks.
         plan: The fusion plan. The default is one bucket.
         accumulate: True if a step may have more than one micro-step.
-        transport: Sums the buckets. The default is the backend's own all-reduce.
+        transport: The object that sums the buckets over ranks. The default is the backend's own
+            all-reduce.
         overlap: Send full buckets during backward, if the transport supports this.
-        squares: Also sum the squared norms of the gradients of all micro-steps, for the noise scale.
+        squares: Also sum the squared gradient norms of all micro-steps, to estimate the gradient noise
+            scale.
     """
 
     # If not empty, this text replaces the statement in descriptions about when buckets are sent.
@@ -180,7 +186,7 @@ class GradientExchange:
         return self._trained
 
     def _allocate(self, tail: int, *, accumulate: bool) -> None:
-        """Allocates the flat buffers and their views; `tail` elements follow the float32 gradients."""
+        """Allocates the buffers and their views, with `tail` elements after the float32 gradients."""
         device = self.group.device
         self.buffers: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
@@ -205,7 +211,7 @@ class GradientExchange:
 
     @property
     def uses(self) -> Tensor:
-        """Returns how many ranks had a gradient for each tensor of the plan. Valid after `reduce`."""
+        """Returns for each tensor of the plan how many ranks had a gradient. Valid after `reduce`."""
         return self.tail[len(SIGNALS) : len(SIGNALS) + len(self.names)]
 
     @property
@@ -215,7 +221,7 @@ class GradientExchange:
 
     @property
     def exposed(self) -> Reading:
-        """Returns a function that returns how many seconds the latest step waited for its exchange.
+        """Returns a function that reads how many seconds the last step waited for its all-reduces.
 
         On a GPU the function may only be called after the device has completed that step.
         """
@@ -228,7 +234,7 @@ class GradientExchange:
 
     @property
     def memory(self) -> Memory | None:
-        """Returns the state that the transport keeps between steps, or None."""
+        """Returns the state that the transport keeps between steps (see `Memory`), or None."""
         return self.transport.memory
 
     def bucket_info(self) -> list[BucketInfo]:
@@ -239,7 +245,7 @@ class GradientExchange:
         ]
 
     def begin(self, step: int = 0) -> None:
-        """Prepares optimizer step `step`, before its first micro-step."""
+        """Prepares the exchange for optimizer step `step`. Called before its first micro-step."""
         self._next = 0
         self._waits.clear()
         self._forget()
@@ -247,7 +253,7 @@ class GradientExchange:
             observer.step_begun(step)
 
     def arm(self) -> None:
-        """Lets backward send full buckets. Called before the last backward pass of a step."""
+        """Allows the next backward pass, the last one of a step, to send full buckets."""
         if self.overlaps:
             self._armed = True
             self._missing = [set(bucket.tensors) for bucket in self.plan.buckets]
@@ -265,7 +271,7 @@ class GradientExchange:
         self._fill({name for bucket in self.plan.buckets[self._next :] for name in bucket.tensors})
 
     def reduce(self, loss: Tensor, signals: Signals) -> None:
-        """Sums gradients and signals over all ranks. Does not wait for the device."""
+        """Sums gradients and signals over all ranks. Does not wait until the device has finished."""
         self._armed = False
         self._write_tail(loss, signals)
         self._exposed.begin()
@@ -285,7 +291,7 @@ class GradientExchange:
             self._squares.zero_()
 
     def _write_tail(self, loss: Tensor, signals: Signals) -> None:
-        """Writes this rank's signals, and which tensors have a gradient."""
+        """Writes this rank's signals, and which tensors have a gradient, into the last bucket."""
         own = (
             *(getattr(signals, name) for name in SIGNALS),
             *(float(name in self._used) for name in self.names),
@@ -303,14 +309,14 @@ class GradientExchange:
             self.tail[-1].copy_(self._squares)
 
     def _publish(self, waited_s: float) -> None:
-        """Sets each parameter's `.grad` to a view of its sum over ranks."""
+        """Sets each parameter's `.grad` to its sum over ranks, a view of the flat buffer."""
         for name, view in self._views.items():
             self._trained[name].grad = view
         for observer in self.observers:
             observer.step_ended(waited_s)
 
     def join(self) -> None:
-        """Waits for all sent buckets. The capture of a CUDA graph must call this before it ends."""
+        """Waits for all sent buckets. The capture of a CUDA graph calls this before it ends."""
         while self._waits:
             self._waits.pop(0)()
 
@@ -318,11 +324,12 @@ class GradientExchange:
     def capture(self, *, sends: bool) -> Iterator[None]:
         """Surrounds the capture of a micro-step in a CUDA graph and the graph's first replay.
 
-        Records what the micro-step gathers and sends, for `replay`. A capture only records kernels, so if
-        it fails, nothing has been sent. The micro-step can then run without a graph.
+        Records for `replay` which gradients the micro-step gathers and which buckets it sends. A
+        capture only records kernels, so if it fails, nothing has been sent. The micro-step can then
+        run without a graph.
 
         Args:
-            sends: True if the micro-step was armed, and so sends buckets.
+            sends: True if `arm` was called for the micro-step, so that it sends buckets.
         """
         sent, used = self._next, set(self._used)
         try:
@@ -336,7 +343,7 @@ class GradientExchange:
         self._captured[sends] = (frozenset(self._used), self._next)
 
     def replay(self, *, sends: bool) -> None:
-        """Updates the Python state after the replay of a captured micro-step.
+        """Updates the Python state of the exchange after the replay of a captured micro-step.
 
         The replay has written the gradients to the buffers. If `sends` is True, it has also sent the
         buckets of the micro-step.
@@ -369,9 +376,9 @@ class GradientExchange:
         self._allocate(self.tail.numel(), accumulate=accumulate)
 
     def _hook(self, name: str, number: int) -> Callable[[Tensor], None]:
-        """Returns a hook for the gradient of `name`, which sends the next buckets if they are full.
+        """Returns a hook for the gradient of parameter `name`, in bucket `number`.
 
-        `number` is the index of the bucket that contains `name`.
+        The hook sends the next buckets of the plan if they are full.
         """
 
         def ready(parameter: Tensor) -> None:
@@ -385,7 +392,7 @@ class GradientExchange:
         return ready
 
     def _fill(self, names: set[str]) -> None:
-        """Copies the gradients of `names` into the buffers, and adds them to existing fp32 sums."""
+        """Copies the gradients of `names` into the buffers, or adds them to existing fp32 sums."""
         for dtype, all_places in self._places.items():
             places = [place for place in all_places if place[0] in names]
             ready = [name for name, *_ in places if self._trained[name].grad is not None]
@@ -428,7 +435,6 @@ class GradientExchange:
         return pieces
 
     def _send(self) -> None:
-        """Sends the next bucket of the plan."""
         number, pieces = self._next, self._pieces(self._next)
         self._next += 1
 
@@ -450,7 +456,7 @@ def tensor_spec(name: str, parameter: Tensor) -> TensorSpec:
 
 
 def flat_layouts(tensors: Sequence[tuple[str, nn.Parameter]]) -> dict[str, FlatLayout]:
-    """Returns the layout of the flat buffer of each number format.
+    """Returns the layout of the flat gradient buffer of each dtype.
 
     There is always a layout for float32, because the signals use this buffer.
     """

@@ -1,12 +1,13 @@
-"""`Executor`: runs the schedules of `paceline.plan` over torch.distributed.
+"""`Executor`: runs all-reduce algorithms, the schedules of `paceline.plan`, with torch.distributed.
 
 The input is the name of an algorithm and, on every rank, a contiguous 1-D tensor of the same size and
-number format. The tensor is replaced by the sum over ranks, which is bit-identical on all ranks.
+dtype. The tensor is replaced by the sum over ranks, which is bit-identical on all ranks.
 
-Gloo sends a message only after the receiver has asked for it. So all receives of a segment are posted
-before the segment's first round. Several segments are in progress at once, each with its own tag. NCCL
-runs messages in the order in which they were posted. So with NCCL a buffer is one segment, and sends are
-delayed until a round receives: sends and receives are then posted in one batch.
+A buffer is divided into segments, which are summed independently. Gloo sends a message only after the
+receiver has asked for it. So all receives of a segment are posted before the segment's first round.
+Several segments are in progress at once, each with its own message tag. NCCL runs messages in the
+order in which they were posted. So with NCCL a buffer is one segment, and sends are delayed until a
+round receives: sends and receives are then posted in one batch.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _KEPT_PROGRAMS = 512
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """Checks that a tensor can be sent as one message. Raises CommError otherwise."""
+    """Raises CommError if `buffer` cannot be sent as one message."""
     if buffer.dim() != 1 or not buffer.is_contiguous():
         raise CommError(
             f"all-reduce received a tensor of shape {tuple(buffer.shape)} and strides "
@@ -63,7 +64,7 @@ def check_buffer(buffer: Tensor) -> None:
 
 
 class Staging:
-    """Reusable tensors for messages, identified by name. They are kept between calls and grow on demand.
+    """Reusable tensors for messages, identified by name. They stay allocated and grow on demand.
 
     The content of a returned tensor is undefined.
     """
@@ -75,9 +76,9 @@ class Staging:
         self, name: str, length: int, dtype: torch.dtype, device: torch.device, *,
         pinned: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Returns a 1-D tensor of `length` elements from the memory with this name.
+        """Returns a 1-D tensor of `length` elements in the reusable memory `name`.
 
-        `pinned` host memory makes copies from and to a GPU faster.
+        If `pinned` is True, the host memory is pinned, which makes copies from and to a GPU faster.
         """
         key = (name, dtype, device)
         held = self._tensors.get(key)
@@ -88,7 +89,7 @@ class Staging:
 
 
 class Executor:
-    """Runs all-reduce algorithms on process groups of their own.
+    """Runs all-reduce algorithms on the process groups `groups`.
 
     Every rank calls the same methods in the same order, from one thread at a time.
 
@@ -196,7 +197,7 @@ class Executor:
         return program
 
     def part(self, members: Sequence[int]) -> ProcessGroup:
-        """Returns the process group of `members`: a row, a column or the masters of the layout."""
+        """Returns the process group of `members`, a part of the ranks: a row, a column or the masters."""
         layout, rank = self._layout, self.groups.rank
         process_group: ProcessGroup | None
         if members == layout.row_of(rank):
@@ -207,7 +208,7 @@ class Executor:
             process_group = self.groups.columns.get(layout.columns.index(tuple(members)))
         if process_group is None:
             raise CommError(
-                f"no process group of ranks {members}", "make ProcessGroups with subgroups=True"
+                f"no process group of ranks {members}", "create ProcessGroups with subgroups=True"
             )
         return process_group
 
@@ -230,7 +231,7 @@ def schedule_peers(chosen: Algorithm, rank: int, groups: Groups) -> set[int]:
 
 
 class _Lane:
-    """The running all-reduce of one segment, with its own message tag on a process group."""
+    """The all-reduce of one segment of a buffer while it runs, with its own message tag."""
 
     def __init__(
         self, executor: Executor, segment: Tensor, program: Program, number: int, batched: bool
@@ -256,20 +257,20 @@ class _Lane:
             ]
 
     def _scratch(self, name: str, length: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns memory that belongs to this lane until the segment is complete."""
+        """Returns memory for intermediate results, which this segment uses until it is complete."""
         like = self._segment
         place = f"{self._tag}.{name}"
         return self._staging.take(place, length, dtype or like.dtype, like.device)
 
     def _view(self, span: Span) -> Tensor:
-        """Returns a view of the segment; views are cached, because most spans are used several times."""
+        """Returns the elements `span` of this segment of the buffer, as a cached view."""
         view = self._views.get(span)
         if view is None:
             view = self._views[span] = self._segment[span[0] : span[1]]
         return view
 
     def _targets(self, arrival: Arrival, inbox: Tensor) -> list[Tensor]:
-        """Returns the tensors into which the messages of a receive are written."""
+        """Returns the tensors into which the messages of the receive `arrival` are written."""
         step, first = arrival.step, arrival.inbox
         if not step.add:
             return [self._view(step.span)]
@@ -369,7 +370,7 @@ class _Lane:
         return self._scratch("in fp32", tensor.numel(), torch.float32).copy_(tensor)
 
     def _sums(self, span: Span) -> Tensor:
-        """Returns the fp32 sums of a span: a view of the segment if the segment is fp32."""
+        """Returns the fp32 sums of elements `span`: a view of the segment if the segment is fp32."""
         if not self._half:
             return self._view(span)
         low, high = self._program.wide
@@ -380,7 +381,7 @@ class _Lane:
 
 
 def _run_collectives(executor: Executor, buffer: Tensor, steps: Sequence[Collective]) -> None:
-    """All-reduces a buffer by collectives of the backend in rows, columns or among the masters."""
+    """All-reduces a buffer by the backend's collectives in rows, columns or among the masters."""
     length, needed = buffer.numel(), max(step.span[1] for step in steps)
     whole = buffer
     if needed > length:

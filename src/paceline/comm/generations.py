@@ -1,12 +1,13 @@
-"""`Generations`: the members of a job that may lose ranks, and how the survivors meet again.
+"""`Generations`: continues a job with the remaining ranks (a new generation) after ranks were lost.
 
-A job is a sequence of generations with fixed members. The log of losses (`LossLog`) decides the members
-of each generation, and its length is the generation's number. When a member of the current generation
-is lost, a thread that waits for the next entry of the log ends this rank's collectives: it shuts down
-the sockets of the process groups, and ends phases of an agreement. The training thread then forms the
-next generation (`form`). Survivors meet under a prefix of the store that only this generation uses. One
-key decides whether the generation begins, so that either all of its members connect, or none: the last
-member to arrive writes `go`, and a member that reads of another loss before that writes `stale`.
+A job is a sequence of generations. A generation has fixed members: ranks of the first generation,
+which keep their numbers. The log of losses (`LossLog`) decides the members of each generation, and its
+length is the generation's number. When a member of the current generation is lost, a thread that waits
+for the next entry of the log ends this rank's collectives: it shuts down the sockets of the process
+groups, and ends phases of an agreement. The training thread then forms the next generation (`form`).
+Survivors meet under a prefix of the store that only this generation uses. One key decides whether the
+generation begins, so that either all of its members connect, or none: the last member to arrive writes
+`go`, and a member that reads of another loss before that writes `stale`.
 
 While no member is lost, this makes no request to the store.
 """
@@ -46,7 +47,7 @@ _GO, _STALE = "go", "stale"
 
 
 def check_supervisor(min_ranks: int) -> None:
-    """Raises ConfigError if ranks may be lost but no supervisor would keep the others running."""
+    """Raises ConfigError if `comm.min_ranks` is set but the launcher ends all ranks when one is lost."""
     if SUPERVISOR_VARIABLE not in os.environ:
         raise ConfigError(
             "comm.min_ranks", min_ranks, "this launcher ends all ranks when one is lost",
@@ -112,7 +113,7 @@ def _open_sockets() -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation of a job.
+    """The ranks of a job between two losses of ranks.
 
     Attributes:
         number: Length of the log of losses from which the members follow.
@@ -134,7 +135,7 @@ class Generation:
 
 
 class Generations:
-    """The generations of a job as one of its members sees them.
+    """Watches for lost ranks, and forms the next generation of a job from the remaining ranks.
 
     Args:
         store: The store of the first generation.
@@ -160,7 +161,7 @@ class Generations:
         threading.Thread(target=self._listen, name="paceline-losses", daemon=True).start()
 
     def lost_within(self, limit_s: float = _REPORT_S) -> bool:
-        """Waits until a loss of a member of this generation is reported; False after `limit_s`."""
+        """Waits until a loss of a rank of this generation is reported; False after `limit_s` seconds."""
         return self._lost.wait(limit_s)
 
     def describe_losses(self) -> str:
@@ -173,7 +174,7 @@ class Generations:
         self._log.begin()
 
     def finish(self) -> None:
-        """Records that all members have completed the run."""
+        """Records that all remaining ranks have completed the run."""
         self._log.finish()
 
     def evict(self, rank: int, why: str) -> None:
@@ -182,7 +183,7 @@ class Generations:
         self._log.own_connection().evict(self.current.members[rank], why)
 
     def form(self, connect: Callable[[Generation], None]) -> None:
-        """Forms the next generation with all other survivors.
+        """Connects all remaining ranks as the next generation.
 
         Args:
             connect: Connects the process groups of a generation; may raise RuntimeError.
@@ -217,7 +218,7 @@ class Generations:
                 )
 
     def _next(self) -> Generation:
-        """Returns the generation that follows from the log as this thread has read it."""
+        """Returns the next generation, by the log of losses as far as this thread has read it."""
         lost, first = self._log.lost, self._first
         if 0 in lost:
             raise PeerError(lost[0] or "rank 0 is lost", "resume with --resume auto")
@@ -256,7 +257,7 @@ class Generations:
         return peek(store, "ready") == _GO
 
     def _listen(self) -> None:
-        """Ends this rank's collectives when a member is lost. Runs in a thread until the process ends."""
+        """Ends this rank's collectives when another rank is lost. Runs in a thread."""
         # If the store ends with its host, the watchdog reports that.
         with suppress(RuntimeError, ParseError):
             while True:

@@ -1,6 +1,7 @@
-"""`Group`: all ranks of a run; handles agreement, errors of single ranks, and watched collectives.
+"""`Group`: all ranks of a run, their collectives, and the handling of errors of single ranks.
 
-A single process without a launcher is a group of one rank, which needs no backend.
+A single process without a launcher is a group of one rank, which needs no backend of
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class SharedFacts:
-    """Collects values that must be equal on all ranks, during a `Group.phase`."""
+    """Collects values that must be equal on all ranks, in a block of `Group.phase`."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.remedies: dict[str, str] = {}
 
     def compare(self, facts: Mapping[str, Any], remedy: str = SAME_SETTINGS) -> None:
-        """Adds `facts` to the values that ranks compare at the end of the phase.
+        """Adds values that all ranks compare at the end of the block of `Group.phase`.
 
         Args:
             facts: Values that must be equal on all ranks, by name.
@@ -54,15 +55,17 @@ class SharedFacts:
 
 
 class Group(Collectives):
-    """All ranks of the run. All ranks call every method except `close` in the same order.
+    """The ranks of a run: runs collectives, and makes all ranks raise the same errors.
+
+    All ranks call every method except `close` in the same order.
 
     Args:
         topology: This rank, and the address of the rendezvous.
         settings: The section `[comm]`.
         device: The device of this rank's tensors.
         show_error: Shows an error if the watchdog ends this process.
-        shared: Settings that must be equal on all ranks of the job. They also help to recognize ranks
-            of another job at the same port.
+        shared: Settings that must be equal on all ranks. They also help to recognize ranks of another
+            job at the same port.
         versions: Version of each software package, which must be equal on all ranks.
         elastic: True if the program calls `regroup` after a `LostMemberError`; otherwise
             `comm.min_ranks` has no effect.
@@ -105,7 +108,7 @@ class Group(Collectives):
             return
         if dist.is_initialized():
             raise CommError(
-                "this process has a torch.distributed process group already",
+                "this process already has a torch.distributed process group",
                 "close the earlier pl.init() context or pl.Trainer run first",
             )
         facts = SharedFacts()
@@ -136,12 +139,12 @@ class Group(Collectives):
 
     @property
     def generation(self) -> Generation | None:
-        """The current generation of the job; None if the job ends when a rank is lost."""
+        """The ranks of the job since the last loss; None if the job ends when a rank is lost."""
         generations = self._members.generations if self._members is not None else None
         return None if generations is None else generations.current
 
     def describe_losses(self) -> str:
-        """Returns the causes of all losses so far."""
+        """Returns the causes of all losses of ranks so far."""
         assert self._members is not None
         assert self._members.generations is not None
         return self._members.generations.describe_losses()
@@ -153,18 +156,18 @@ class Group(Collectives):
 
     @property
     def connect_s(self) -> float | None:
-        """The time limit for connecting a process group; None means that of a collective."""
+        """The time limit in seconds to connect a process group; None means that of a collective."""
         return None if self._members is None else self._members.connect_s
 
     def recorded(self) -> AbstractContextManager[None]:
-        """Surrounds the creation of further process groups, which a lost rank must be able to end."""
+        """Returns a context in which process groups are created that the loss of a rank has to end."""
         return nullcontext() if self._members is None else self._members.recorded()
 
     def regroup(self) -> None:
-        """Forms the next generation of the job with the other survivors, after a `LostMemberError`.
+        """Connects the remaining ranks in new process groups, after a `LostMemberError`.
 
-        Survivors keep their order. This object then describes the new ranks. All process groups are new;
-        an abandoned collective may still write into old buffers.
+        Ranks keep their order but get new numbers, which this object then has. A collective that was
+        abandoned may still write into its old buffers.
 
         Raises:
             PeerError: If the survivors cannot continue, or another rank is lost meanwhile.
@@ -181,7 +184,7 @@ class Group(Collectives):
             self.post_fault(self._own_fault)
 
     def _loss(self) -> LostMemberError | None:
-        """Returns the error for a collective that failed because a member is lost, or None.
+        """Returns the error for a collective that failed because a rank is lost, or None.
 
         A rank that ends with an error of its own has posted it, and ends the job.
         """
@@ -237,7 +240,7 @@ class Group(Collectives):
             self._watchdog.asked_to_stop = asked_to_stop
 
     def name_buckets(self, buckets: Sequence[BucketInfo]) -> None:
-        """Sets how the watchdog describes the buckets of the exchange."""
+        """Sets the description of each gradient bucket, which the watchdog uses in error messages."""
         if self._watchdog is not None:
             self._watchdog.buckets = buckets
 
@@ -250,7 +253,7 @@ class Group(Collectives):
     def fault(self) -> PacelineError:
         """Returns the error that a rank has posted.
 
-        Called after a collective has told all ranks that a rank failed.
+        Called after the result of a collective has shown that some rank failed.
         """
         error = self._lost.posted_fault() if self._lost is not None else self._own_fault
         return error or CommError(
@@ -267,7 +270,7 @@ class Group(Collectives):
             self._agreement.announce_stop()
 
     def stop_announced(self) -> bool:
-        """Returns True if a rank was asked to stop. Makes no request to the store."""
+        """Returns True if a rank was asked to stop. Sends no request to the store."""
         if self._watchdog is not None and self._watchdog.stop_announced:
             self._stop_heard = True
         return self._stop_heard
@@ -282,12 +285,12 @@ class Group(Collectives):
         self._release_graphs.append(release)
 
     def released(self, release: Callable[[], None]) -> None:
-        """Removes a function registered with `release_on_abort`, whose graphs have been destroyed."""
+        """Removes a function that `release_on_abort` has registered; its graphs were destroyed."""
         if release in self._release_graphs:
             self._release_graphs.remove(release)
 
     def leaving(self, error: BaseException) -> None:
-        """Prepares the teardown after an error. The watchdog ends the process if the teardown is stuck.
+        """Prepares to leave after an error. The watchdog ends the process if that takes too long.
 
         Aborts NCCL's communicators unless the error makes all ranks leave at the same point. Without the
         abort, kernels could wait forever for another rank.
@@ -304,7 +307,7 @@ class Group(Collectives):
             self.abort()
 
     def abort(self) -> None:
-        """Ends NCCL's communicators without the other ranks.
+        """Aborts NCCL's communicators without waiting for the other ranks.
 
         Does nothing for other backends, whose connections close with the process.
         """
@@ -316,7 +319,7 @@ class Group(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves the group. If the block raised an error on this rank, posts it first."""
+        """Leaves the group. If the block raised an error on this rank, posts the error first."""
         if error is not None:
             self.leaving(error)
         self.close()
@@ -326,7 +329,7 @@ class Group(Collectives):
         if isinstance(error, PacelineError) and not isinstance(error, PeerError):
             self.post_fault(error)
         elif isinstance(error, Exception) and not isinstance(error, PacelineError):
-            unknown = RunError(f"{type(error).__name__}: {error}", "see its traceback")
+            unknown = RunError(f"{type(error).__name__}: {error}", "see the traceback in its log")
             self.post_fault(no_thread(error) or unknown)
 
     def close(self) -> None:
@@ -364,7 +367,7 @@ class Group(Collectives):
             raise no_thread(error) or alone from error
 
     def peer_error(self, error: CommError) -> PeerError:
-        """Returns the error for a failed exchange: the failed rank's posted error, or else `error`."""
+        """Returns the error for a failed exchange: the failed rank's error if known, else `error`."""
         if (loss := self._loss()) is not None:
             return loss
         if self._lost is None:

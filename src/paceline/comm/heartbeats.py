@@ -1,8 +1,9 @@
 """`HeartbeatChannel`: exchanges messages between the watchdogs of all ranks through the store.
 
-With every heartbeat a rank publishes its progress and checks for news: a verdict, a roll call, or a stop
-request. This takes two requests to the store. Reading the progress of all N ranks transfers N values, so
-in a large job only some ranks read it.
+With every heartbeat a rank publishes its progress and checks for news: an error on which the watchdogs
+have agreed (the verdict), a request to show that it is alive (a roll call), or a stop request. This
+takes two requests to the store. Reading the progress of all N ranks transfers N values, so in a large
+job only some ranks read it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _KEYS_PER_S = 50_000
 
 
 class HeartbeatChannel:
-    """Publishes this rank's progress, reads the progress of other ranks, and shares one verdict.
+    """Publishes this rank's progress, reads the other ranks' progress, and shares one error.
 
-    A thread makes the requests, on its own connection to the store. If the store's host is unreachable,
-    torch waits for an answer forever, but only this thread is blocked. Besides this thread only the
-    constructor, `linger` and, briefly, `close` wait.
+    A thread makes the requests, on its own connection to the store. If the store's host is
+    unreachable, torch waits for an answer forever, but only this thread is blocked. Only the
+    constructor, `linger` and, briefly, `close` block the caller.
     """
 
     def __init__(self, store: Store, topology: Topology, beat_s: float) -> None:
@@ -81,12 +82,12 @@ class HeartbeatChannel:
         self._mine = progress
 
     def propose(self, error: CommError) -> None:
-        """Proposes `error` as the verdict. The first proposal of any rank becomes the verdict."""
+        """Proposes the error with which all ranks end. The first proposal of any rank counts."""
         self._proposal = error
         self._wake.set()
 
     def linger(self, wait_s: float) -> None:
-        """Waits up to `wait_s` seconds until the other ranks have read the verdict.
+        """Waits up to `wait_s` seconds until the other ranks have read the proposed error.
 
         The process that hosts the store calls this before it ends.
         """
@@ -102,10 +103,10 @@ class HeartbeatChannel:
     def silent_ranks(self) -> set[int]:
         """Returns the ranks whose process has ended or does not answer a roll call.
 
-        Starts a roll call. The heartbeat thread of each rank answers when it next reads the store, even
-        while the main thread is blocked or leaves after a failed collective. Waits a little longer than
-        two heartbeat intervals, or until all ranks have answered. If the store ended together with
-        rank 0, returns rank 0.
+        Asks all ranks to answer (a roll call). The heartbeat thread of each rank answers when it next
+        reads the store, even while the main thread is blocked or this rank ends after a failed
+        collective. Waits a little longer than two heartbeat intervals, or until all ranks have
+        answered. If the store ended together with rank 0, returns rank 0.
         """
         look_s = min(self._beat_s, _LONGEST_LOOK_S)
         deadline = time.monotonic() + 2.5 * look_s + _ANSWER_S
@@ -138,8 +139,9 @@ class HeartbeatChannel:
     def _pause_s(self) -> float:
         """Returns the seconds until the heartbeat thread reads the store again.
 
-        After a failed collective all ranks call the roll and read the store more often. Ranks that have
-        answered and are not readers keep the normal interval, to limit the load of the store.
+        After a failed collective, ranks ask which ranks are alive (the roll call) and read the store
+        more often. Ranks that have answered and do not read the other ranks' progress keep the normal
+        interval, to limit the load of the store.
         """
         look_s = min(self._beat_s, _LONGEST_LOOK_S)
         hurries = self._calls_roll and (self.is_reader or not self._answered_roll)
@@ -199,7 +201,7 @@ class HeartbeatChannel:
 
 
 def _parse(heartbeat: bytes) -> tuple[int, RankProgress] | None:
-    """Returns the heartbeat's number and the sender's progress; None if the text is invalid."""
+    """Returns a heartbeat's number and its sender's progress; None if the text is invalid."""
     number, _, text = heartbeat.decode(errors="replace").partition(" ")
     try:
         return int(number), RankProgress.from_text(text)

@@ -25,8 +25,8 @@ class HybridAllReduce:
 
     Args:
         groups: The process groups.
-        table: The algorithm for each size.
-        wire: The format in which float32 buffers travel. 16-bit buffers keep their format.
+        table: The algorithm for each buffer size.
+        wire: The number format in which float32 buffers are sent. 16-bit buffers keep their format.
 
     Example:
         >>> state = pl.HybridAllReduce.from_env(pl.SizeTable.two_way(eta_bytes=1 << 20))
@@ -55,20 +55,21 @@ class HybridAllReduce:
         k: int | None = None,
         timeout_s: float = 600.0,
     ) -> "HybridAllReduce":
-        """Creates the state with the launcher's topology. Every rank calls this at the same point.
+        """Creates the object from the launcher's environment. Every rank calls this at the same point.
 
         torch.distributed must be initialized.
 
         Args:
-            table: The algorithm for each size.
-            wire: The format in which float32 buffers travel.
-            k: The number of ranks in a group. None means the ranks of a node.
-            timeout_s: The time limit of a collective.
+            table: The algorithm for each buffer size.
+            wire: The number format in which float32 buffers are sent.
+            k: The number of ranks in a group of the hierarchical algorithms. None means the ranks of a
+                node.
+            timeout_s: The time limit of a collective in seconds.
         """
         return cls(ProcessGroups(current_topology(), k, timeout_s=timeout_s), table, wire)
 
     def choose(self, buffer: Tensor) -> str:
-        """Returns the name of the algorithm for this buffer, by its bytes in the wire format."""
+        """Returns the name of the algorithm for this buffer, by its size in the wire format."""
         return self.table.choose(buffer.numel() * self._format(buffer).dtype.itemsize)
 
     def all_reduce(self, buffer: Tensor, *, mean: bool = False) -> None:
@@ -121,7 +122,7 @@ class HybridAllReduce:
         return state._planned.thread.submit(run, buffer.device)
 
     def _submit_sparse(self, buffer: Tensor, present: bool | None) -> Future[Tensor]:
-        """Sums sparse gradients by the backend's own all-reduce, in their own format."""
+        """Sums sparse gradients by the backend's own all-reduce, without a cast."""
         if self.groups.backend == "nccl":
             raise CommError(
                 "sparse gradients cannot travel over NCCL", "use nn.Embedding(sparse=False)"
@@ -144,7 +145,7 @@ class HybridAllReduce:
         self._planned.close()
 
     def _format(self, buffer: Tensor) -> WireFormat:
-        """Returns the wire format; a 16-bit buffer keeps its format."""
+        """Returns the format in which `buffer` is sent. A 16-bit buffer keeps its format."""
         full = str(buffer.dtype).removeprefix("torch.")
         name = self._wire if buffer.dtype == torch.float32 else full
         return WireFormat.named(name, self.groups.world_size)

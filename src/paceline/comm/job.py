@@ -1,4 +1,4 @@
-"""The identity of a rank's job, the host of each rank, and the ranks that have reached a point.
+"""Identifies the job of a rank, the host of each rank, and the ranks that have reached a point.
 
 Ranks of two jobs that use the same port by mistake must not join. Most launchers give the job an id. If
 both ids are known, they decide whether two ranks belong to the same job. Otherwise the settings that all
@@ -41,7 +41,7 @@ _NAMED_RUNS = 12
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """The identity of a rank's job.
+    """Identifies the job that a rank belongs to.
 
     `job_id` is empty if the launcher gives the job no id. `settings` contains the settings that are equal
     on all ranks; it is empty if the program has no such settings.
@@ -166,7 +166,7 @@ class RankHost(NamedTuple):
 def post_hosts(store: Store, hosts: Mapping[int, RankHost]) -> None:
     """Publishes the hosts of all ranks in the store.
 
-    Neighbouring ranks on the same host share one entry, because every rank reads all entries.
+    Consecutive ranks on the same host share one entry, because every rank reads all entries.
     """
     in_order = [hosts[rank] for rank in sorted(hosts)]
     runs = [[*host, len(list(ranks))] for host, ranks in itertools.groupby(in_order)]
@@ -174,7 +174,7 @@ def post_hosts(store: Store, hosts: Mapping[int, RankHost]) -> None:
 
 
 def _is_run(run: object) -> bool:
-    """Returns True if `run` is a list of a host name, an address and a number of ranks."""
+    """Returns True if `run` is a list of a host name, an address and a number of consecutive ranks."""
     return (
         isinstance(run, list)
         and RankHost.from_list(run[:2]) is not None
@@ -184,7 +184,7 @@ def _is_run(run: object) -> bool:
 
 
 class RankHosts:
-    """The hosts of all ranks, for messages.
+    """The hosts of all ranks, which error messages name.
 
     Messages do not name hosts if the job has a single host, or if the hosts are unknown (in tests or with
     a single process).
@@ -221,7 +221,7 @@ class RankHosts:
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def whole_hosts(self, ranks: Collection[int]) -> dict[RankHost, list[int]]:
-        """Returns the hosts with two or more ranks, all of them in `ranks`, and the ranks of each."""
+        """Returns each host of two or more ranks whose ranks are all in `ranks`, with those ranks."""
         if not self._several:
             return {}
         by_host: dict[RankHost, list[int]] = {}
@@ -297,5 +297,5 @@ class Attendance:
         return f"{self._key}/ranks/{block}"
 
     def _complete(self, block: int) -> int:
-        """Returns the value that the counter of `block` has once all of its ranks have arrived."""
+        """Returns the value of the counter of the ranks in `block` once they have all arrived."""
         return (1 << min(_BLOCK, self._size - block * _BLOCK)) - 1

@@ -33,7 +33,7 @@ _BRIEF_REPEATS = 2
 
 
 class LinkProbe:
-    """Measures the time of a message as half the time of a round trip. All ranks call its methods.
+    """Measures the time to send a message, as half a round trip. All ranks call its methods.
 
     Args:
         group: A process group of all ranks.
@@ -102,7 +102,7 @@ class LinkProbe:
     ) -> float:
         """Returns the median seconds of a round trip of `size` bytes, on every rank.
 
-        The first rank of the pair measures the time.
+        The first rank of `pair` measures the time.
         """
         out, back = self._message[:size], self._answer[:size]
         first, second = pair
@@ -119,9 +119,9 @@ class LinkProbe:
         return self._median_s(trip, repeats, of=first, barrier=barrier)
 
     def _shift_s(self, rings: Sequence[dict[int, tuple[int, int]]]) -> float:
-        """Returns the seconds in which all members of all rings concurrently send to their successors.
+        """Returns the seconds in which every rank of every ring sends a message to its successor.
 
-        This is the time of the slowest rank.
+        All ranks send at the same time; the result is the time of the slowest rank.
         """
         places = [ring[self._rank] for ring in rings if self._rank in ring]
         out, back = self._message[:_CONTENTION_BYTES], self._answer[:_CONTENTION_BYTES]

@@ -29,7 +29,7 @@ _WAIT_S = 86_400.0
 
 
 class LossLog:
-    """The lost members of a job, as read so far.
+    """Reads and writes the log of the ranks (members) that a job has lost.
 
     Args:
         store: The store of the launcher, without a prefix. `wait` blocks a connection: a thread that
@@ -45,7 +45,7 @@ class LossLog:
         self._evictions = 0
 
     def own_connection(self) -> Self:
-        """Returns a log with a connection of its own that has read the same entries."""
+        """Returns a log with its own connection to the store, which has read the same entries."""
         log = type(self)(self._store.clone())  # type: ignore[attr-defined]
         log.lost, log.length, log.finished = dict(self.lost), self.length, self.finished
         return log
@@ -77,7 +77,7 @@ class LossLog:
         self._append({"finished": True})
 
     def evict(self, member: int, why: str) -> None:
-        """Asks the supervisor of a silent member to end its process and to report the loss."""
+        """Asks for the end of a silent member: its supervisor ends the process and reports the loss."""
         number, text = 1, json.dumps({"member": member, "why": why})
         while self._store.compare_set(f"{_EVICTION}/{number}", "", text) != text.encode():
             number += 1
@@ -91,7 +91,7 @@ class LossLog:
                 table = parse_table(text)
                 member, why = table.get("member"), table.get("why")
                 if not is_count(member, 0, _MOST_MEMBERS) or not isinstance(why, str):
-                    raise ParseError("is no eviction")
+                    raise ParseError("is not a request to end a rank")
                 found.append((int(member), why[:_LONGEST_CAUSE]))
         return found
 
@@ -114,7 +114,7 @@ class LossLog:
             or not isinstance(cause, str)
             or len(cause) > _LONGEST_CAUSE
         ):
-            raise ParseError("is no entry of the log of losses")
+            raise ParseError("is not an entry of the log of lost ranks")
         self.length += 1
         self.lost |= dict.fromkeys(members, cause)
         self.finished = self.finished or table.get("finished") is True

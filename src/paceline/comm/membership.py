@@ -29,15 +29,15 @@ from paceline.core.topology import Topology
 
 
 class Membership:
-    """Joins the rendezvous, starts the watchdog, and agrees with the other ranks on the first phase.
+    """Joins the rendezvous, starts the watchdog, and checks that all ranks have the same settings.
 
     Args:
         topology: This rank, and the address of the rendezvous.
         settings: The section `[comm]`.
         backend: `nccl` or `gloo`.
-        board: The progress that the watchdog reads.
+        board: Records this rank's progress, which the watchdog reads.
         shared: Settings that are equal on all ranks of the job, to recognize ranks of another job.
-        facts: Values that must be equal on all ranks; they are compared in the first phase.
+        facts: Values that must be equal on all ranks.
         remedy: What the user can do if facts differ.
         show_error: Shows an error if the watchdog ends this process.
         before_exit: Function that runs before the watchdog ends this process.
@@ -107,7 +107,7 @@ class Membership:
 
     @property
     def connect_s(self) -> float | None:
-        """The time limit for connecting a process group; None means that of a collective."""
+        """The time limit in seconds to connect a process group; None means that of a collective."""
         return None if self.generations is None else CONNECT_S
 
     def recorded(self) -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ class Membership:
         return nullcontext() if self.generations is None else self.generations.sockets.recorded()
 
     def regroup(self, device: torch.device) -> None:
-        """Forms the next generation with the other survivors, and connects it.
+        """Connects the remaining ranks in new process groups, after ranks were lost.
 
         Raises:
             PeerError: If the survivors cannot continue.
@@ -136,7 +136,7 @@ class Membership:
             self._follow(generations)
 
     def _follow(self, generations: Generations) -> None:
-        """Creates agreement and watchdog of the current generation."""
+        """Creates the agreement and the watchdog for the ranks of the current generation."""
         before = self.agreement
         self.agreement = Agreement(self._store, self.topology, self._settings.rendezvous_timeout_s)
         self.agreement.run = before.run

@@ -1,8 +1,8 @@
-"""`Memory`: the state that a gradient exchange keeps between steps.
+"""`Memory`: the state that a gradient exchange (all-reduce of the buckets) keeps between steps.
 
-Most exchanges keep no state. An exchange that compresses gradients keeps the rounding errors and adds
-them in the next step. This state differs between ranks and is part of the checkpoint. A skipped step does
-not change the state.
+Most exchanges keep no state. An exchange that compresses gradients keeps the residuals of the rounding
+and adds them to the gradients of the next step (error feedback). This state differs between ranks and
+is part of the checkpoint. A skipped step does not change the state.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class Memory:
-    """The base class of such states. Its methods do nothing.
+    """State of a gradient exchange between steps. The methods of this base class do nothing.
 
     Attributes:
         kind: The name of the state in checkpoints and messages, in the plural.
-        scale: The loss scale of the current step, by which the gradients have been multiplied. A tensor
-            on the device, or None.
+        scale: The loss scale of the current step, by which the gradients have been multiplied. A
+            tensor on the device, or None.
     """
 
     kind = "memories"
@@ -28,7 +28,7 @@ class Memory:
         self.scale: Tensor | None = None
 
     def commit(self, discard: Tensor) -> None:
-        """Keeps the changes of the completed step, unless the tensor `discard` on the device is true."""
+        """Keeps the state of the completed step, unless the tensor `discard` on the device is true."""
 
     @property
     def state_bytes(self) -> int:
@@ -40,4 +40,4 @@ class Memory:
         return {}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores a result of `state` of this rank. Number of ranks and plan must not have changed."""
+        """Restores a state that `state` has returned on this rank, with the same ranks and plan."""

@@ -19,7 +19,7 @@ ShowError = Callable[[PacelineError], None]
 
 
 class AgreedError(PacelineError):
-    """An error that all ranks raise; `exit_code` is the exit code of the rank that found it."""
+    """An error that all ranks raise; `exit_code` is the exit code of the rank that failed."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         PacelineError.__init__(self, text)
@@ -29,32 +29,32 @@ class AgreedError(PacelineError):
     def of_kind(cls, kind: str, text: str, exit_code: int) -> AgreedError:
         """Returns an AgreedError that is also an instance of the error class named `kind`.
 
-        This is the class of the error on the rank that found it. So a program can catch the same class
-        on any number of ranks.
+        `kind` is the class of the error on the rank that failed. So a program can catch this class on
+        all ranks.
         """
         return _KINDS.get(kind, cls)(text, exit_code)
 
 
 class AgreedConfigError(AgreedError, ConfigError):
-    """A ConfigError that some rank found. Its `field` is not known on all ranks and therefore empty."""
+    """A ConfigError that occurred on some rank. Its `field` is empty, as not all ranks know it."""
 
     field = ""
 
 
 class AgreedDataError(AgreedError, DataError):
-    """A DataError that some rank found."""
+    """A DataError that occurred on some rank and that all ranks raise."""
 
 
 class AgreedCheckpointError(AgreedError, CheckpointError):
-    """A CheckpointError that some rank found."""
+    """A CheckpointError that occurred on some rank and that all ranks raise."""
 
 
 class AgreedRunError(AgreedError, RunError):
-    """A RunError that some rank found."""
+    """A RunError that occurred on some rank and that all ranks raise."""
 
 
 class PeerError(CommError):
-    """A failure on this rank that was caused by the end of another process."""
+    """Raised on this rank because another process failed or ended."""
 
     @classmethod
     def from_agreed(cls, cause: AgreedError) -> PeerError:
@@ -65,11 +65,11 @@ class PeerError(CommError):
 
 
 class LostMemberError(PeerError):
-    """A member of the job is lost. The others can form the next generation (`Group.regroup`)."""
+    """Raised if a rank is lost. The other ranks can continue after a call of `Group.regroup`."""
 
 
 class AgreedLostMemberError(AgreedError, LostMemberError):
-    """A LostMemberError that another rank has published."""
+    """A LostMemberError that another rank has raised first."""
 
 
 _KINDS: dict[str, type[AgreedError]] = {

@@ -1,4 +1,4 @@
-"""Chooses the fusion plan of a run, and records the order of gradients on which the plan depends.
+"""Chooses the gradient buckets of a run (fusion plan), by the order in which gradients are ready.
 
 The choice depends on the settings, the files that the settings name, the trained tensors and the
 cluster. The order of the gradients is recorded in one backward pass. Every rank chooses the same plan.
@@ -50,7 +50,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """The plan of a run, or the rules from which the plan follows.
+    """The gradient buckets of a run, or the settings from which they follow.
 
     `fixed` is the plan, or None if the plan depends on the order of the gradients. `table` contains the
     algorithm for each bucket size. `measured` contains the times by which `auto` chooses.
@@ -131,11 +131,11 @@ class PlanChoice:
         return int(self.settings.fusion_mib * 2**20)
 
     def _bytes(self, spec: TensorSpec) -> int:
-        """Returns the bytes of a tensor in the wire format."""
+        """Returns the size of a tensor's gradient in the format in which it is sent."""
         return wire_bytes(spec.length, spec.dtype, self.settings.wire)
 
     def _bulk_bytes(self, pool: FusionBucket, by_name: dict[str, TensorSpec]) -> int:
-        """Returns the bytes of a bucket's largest message; all tensors of one dtype form one message."""
+        """Returns the size of a bucket's largest message. Each dtype of the bucket is one message."""
         totals: dict[str, int] = {}
         for name in pool.tensors:
             spec = by_name[name]
@@ -151,7 +151,9 @@ def _hybrid_table(settings: HybridSettings, cluster: ClusterFacts) -> SizeTable:
 
 
 def checked_table(file: PlanFile, cluster: ClusterFacts, setting: str) -> SizeTable:
-    """Returns a file's table of sizes. Raises ConfigError if it was measured on another cluster.
+    """Returns the all-reduce algorithms by message size that a plan file contains.
+
+    Raises ConfigError if the file was measured on another cluster.
 
     Args:
         file: The plan file.
@@ -180,7 +182,7 @@ def _checked_plan(
         if own and bucket.algorithm != own:
             raise ConfigError(
                 f"{where}: algorithm", bucket.algorithm,
-                f"cannot sum {bucket.wire} numbers", f"use {own!r}, or another wire format",
+                f"cannot sum {bucket.wire} gradients", f"use {own!r}, or another wire format",
             )  # fmt: skip
         if not own:
             check_name(bucket.algorithm, f"{where}: algorithm")
@@ -225,6 +227,6 @@ def record_order(
 
 
 def agree_order(group: Group, order: Sequence[str]) -> tuple[str, ...]:
-    """Returns rank 0's order on every rank. All ranks must have the same parameters."""
+    """Returns rank 0's order of gradients on every rank. All ranks must have the same parameters."""
     payload = json.dumps(list(order)).encode() if group.rank == 0 else None
     return tuple(json.loads(group.broadcast_bytes(payload)))

@@ -1,6 +1,6 @@
 """Transports with their own process groups, for plans of several buckets, algorithms or formats.
 
-`NativeTransport` runs NCCL's all-reduce on NCCL's stream, if all algorithms of the plan are `native`.
+If all algorithms of the plan are `native`, `NativeTransport` runs NCCL's all-reduce on NCCL's stream.
 Otherwise `ThreadTransport` sums each bucket on the communication thread (`CommThread`):
 `PlannedAllReduce` casts to the wire format (`WireFormat`), sums by the bucket's algorithm, and casts
 back. The sums are bit-identical on all ranks.
@@ -37,7 +37,7 @@ WIRES = tuple(_DTYPES)
 
 @dataclass(frozen=True)
 class WireFormat:
-    """The number format in which a gradient buffer travels, scaled by 2^-`shift` before it is sent.
+    """The number format in which a gradient buffer is sent, after a division by 2^`shift`.
 
     The largest fp16 value is 65504, which a sum over many ranks can exceed. For such sums each rank
     divides by 2^`shift`, which is at least the number of ranks, and the sum is multiplied by 2^`shift`.
@@ -51,7 +51,7 @@ class WireFormat:
     def named(
         cls, name: str, world_size: int = 1, *, scaled: bool | None = None, field: str = "comm.wire"
     ) -> Self:
-        """Returns the format of this name, for a sum over `world_size` ranks.
+        """Returns the wire format `name`, for a sum over `world_size` ranks.
 
         Args:
             name: A format that every algorithm can sum.
@@ -82,18 +82,18 @@ class WireFormat:
 
     @property
     def unit_roundoff(self) -> float:
-        """Returns the largest relative error of one rounding."""
+        """Returns the largest relative error of a rounding to this format."""
         return float(torch.finfo(self.dtype).eps) / 2
 
     def encode(self, buffer: Tensor, wire: Tensor) -> None:
-        """Writes buffer · 2^-shift, rounded once, to `wire`, which can be the same tensor as `buffer`."""
+        """Writes `buffer` · 2^-shift, rounded once, to `wire`, which can be the same tensor."""
         if self.shift:
             torch.mul(buffer, 2.0**-self.shift, out=wire)
         elif wire is not buffer:
             wire.copy_(buffer)
 
     def decode(self, wire: Tensor, buffer: Tensor, divide_by: int = 1) -> None:
-        """Writes wire · 2^shift / divide_by to `buffer`. Exact if `divide_by` is a power of two."""
+        """Writes `wire` · 2^shift / `divide_by` to `buffer`; exact if it divides by a power of two."""
         if wire is not buffer:
             buffer.copy_(wire)
         factor = 2.0**self.shift
@@ -190,7 +190,7 @@ def _value(future: Future[Any]) -> Tensor:
 
 
 class WireCarrier(Protocol):
-    """The protocol for the all-reduce of a wire format that has its own all-reduce."""
+    """The protocol of an all-reduce that belongs to a wire format, for formats that need their own."""
 
     # The state that the format keeps between steps. A carrier without this attribute keeps no state.
     memory: Memory | None = None
@@ -205,7 +205,9 @@ class WireCarrier(Protocol):
 def _create_carriers(
     wires: Collection[str], groups: ProcessGroups, staging: Staging, settings: CommSettings | None
 ) -> dict[str, WireCarrier]:
-    """Creates the all-reduces of the formats. Formats with the same `Wire.create` share one.
+    """Creates the all-reduces of wire formats that have their own, by format.
+
+    Formats with the same `Wire.create` share one.
 
     Only one of these all-reduces may keep state between steps (`Memory`).
     """
@@ -219,8 +221,8 @@ def _create_carriers(
         carriers |= dict.fromkeys(names, create(groups, staging, settings, names))
     if len({id(memory) for memory in _memories(carriers)}) > 1:
         raise ConfigError(
-            "comm.plan", None, f"has buckets in {', '.join(carriers)}, which keep different state",
-            "use only one of these formats",
+            "comm.plan", None, f"has buckets in {', '.join(carriers)}, of which only one may keep state",
+            "use a plan with only one of these formats",
         )  # fmt: skip
     return carriers
 
@@ -232,11 +234,11 @@ def _memories(carriers: Mapping[str, WireCarrier]) -> Iterator[Memory]:
 
 
 class PlannedAllReduce:
-    """Casts to the wire format, sums by the given algorithm, and casts back.
+    """Sums buffers over ranks, by a given algorithm and in a given wire format.
 
-    It runs in the caller's thread or on the communication thread. Every rank passes buffers of the same
-    sizes in the same order. If an all-reduce on the communication thread fails, its future and all later
-    futures raise a `CommError`. The timeout is the timeout of the process groups.
+    The sum runs in the caller's thread or on the communication thread. Every rank passes buffers of
+    the same sizes in the same order. If an all-reduce on the communication thread fails, its future
+    and all later futures raise a `CommError`. The timeout is the timeout of the process groups.
 
     Args:
         groups: The process groups.
@@ -306,7 +308,7 @@ class PlannedAllReduce:
         self._guarded(algorithm, buffer, lambda: self._executor.all_reduce(buffer, algorithm))
 
     def _guarded(self, algorithm: str, buffer: Tensor, reduce: Callable[[], None]) -> None:
-        """Calls `reduce`, and replaces errors of the backend by a CommError that names the all-reduce."""
+        """Calls `reduce`, and turns a backend's error into a CommError that names the all-reduce."""
         try:
             reduce()
         except torch.AcceleratorError:
@@ -317,12 +319,12 @@ class PlannedAllReduce:
             raise CommError(
                 f"{algorithm} all-reduce of {buffer.nbytes} bytes broke on rank "
                 f"{self.groups.rank} ({backend_reason(error)})",
-                f"a rank is gone or {self.groups.timeout_s:g} s late; look into the ranks' logs",
+                f"a rank has ended or is {self.groups.timeout_s:g} s late; look into the ranks' logs",
             ) from error
 
 
 class NativeTransport(Transport):
-    """NCCL's all-reduce on NCCL's stream, concurrent with the backward pass.
+    """Sums buckets with NCCL's all-reduce on NCCL's stream, concurrently with the backward pass.
 
     Only the CUDA stream waits for the sums, not the host, so a CUDA graph can capture both the all-reduce
     and the wait. The all-reduces use a separate process group, so that their order is independent of
@@ -377,11 +379,11 @@ class NativeTransport(Transport):
 
 
 class ThreadTransport(Transport):
-    """Runs each message on the communication thread, by the algorithm and in the format of the plan.
+    """Sums each message on the communication thread, with the plan's algorithm and wire format.
 
-    Gradients are already scaled for the mean over the global batch, so their sums need no scaling. On a
-    GPU, the thread's stream waits until backward has written the gradients, and the stream of the
-    training waits for the sums.
+    Gradients are already scaled for the mean over the global batch, so their sums need no scaling. On
+    a GPU, the thread's stream waits until backward has written the gradients, and the stream that
+    computes the training step waits for the sums.
     """
 
     overlaps = True

@@ -1,8 +1,8 @@
 """`ProcessGroups`, the torch.distributed groups of the gradient exchange, and NCCL's environment.
 
-A group of all ranks carries messages. With NCCL, algorithms also run the backend's own collectives among
-some of the ranks. Then there are also groups for this rank's row and columns, and for the masters of the
-layout (`plan.steps.Groups`). All ranks create the groups together in the same order, or all raise the
+Ranks send each other messages in a group of all ranks. With NCCL, some algorithms also run NCCL's
+collectives among a part of the ranks, and need a group for each such part: a row, a column or the
+masters (`plan.steps.Groups`). All ranks create the groups together in the same order, or all raise the
 same error.
 """
 
@@ -46,7 +46,7 @@ def group_ranks(nodes: Sequence[int], k: int | None = None) -> tuple[tuple[int, 
     if k is None:
         return tuple(map(tuple, rows))
     if k < 1:
-        raise ConfigError("comm.group_size", k, "must be 1 or more", "leave it out for nodes")
+        raise ConfigError("comm.group_size", k, "must be 1 or more", "leave it at its default")
     if k > max(map(len, rows)):
         rows = [[rank for row in rows for rank in row]]
     # Ascending, as torch.distributed numbers the members of a group.
@@ -72,14 +72,15 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProcessGroups:
-    """The process groups of the exchange, separate from the default group.
+    """The process groups of the gradient exchange, separate from torch.distributed's default group.
 
-    So the collectives of the exchange cannot interleave with collectives of the main thread. The default
-    group must exist, unless the job has a single process.
+    Because of this separation, collectives of the exchange cannot interleave with those of the main
+    thread. The default group must exist, unless the job has a single process.
 
     Args:
         topology: This rank and the number of ranks.
-        k: The number of ranks in a row. None makes each node a row.
+        k: The number of ranks in a row (a group of hierarchical algorithms). None makes each node a
+            row.
         timeout_s: The time limit of a collective in seconds.
         grace_s: Seconds that the backend waits beyond `timeout_s`, if a watchdog enforces
             `timeout_s`.
@@ -87,7 +88,7 @@ class ProcessGroups:
             the algorithms only need the group of all ranks, and each further group opens sockets
             between all its members.
         algorithms: Create only the sub-groups that these algorithms need. None creates all.
-        connect_s: The time limit for connecting in seconds. None means that of a collective.
+        connect_s: The time limit in seconds to connect the groups. None means `timeout_s`.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class ProcessGroups:
         return group
 
     def check_same(self, facts: Mapping[str, object]) -> None:
-        """Checks that `facts` are equal on all ranks. All ranks call this.
+        """Checks that the values `facts` are equal on all ranks. All ranks call this.
 
         Raises:
             CommError: On every rank, if a fact differs.
@@ -189,7 +190,7 @@ def current_topology(known: Topology | None = None) -> Topology:
 
 
 def _agree(topology: Topology, k: int | None, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each group after checking that all ranks agree on topology and settings.
+    """Returns the ranks of each group after checking that all ranks agree on it.
 
     All ranks check the same gathered values, so all ranks raise the same error.
     """
@@ -277,7 +278,7 @@ def compare_reports(
 
 
 def prepare_nccl(topology: Topology, *, share_gpus: bool, watched: bool = True) -> None:
-    """Sets NCCL's environment, before the process group is created.
+    """Sets NCCL's environment variables, before the process group is created.
 
     Args:
         topology: This rank.
@@ -308,6 +309,6 @@ def require_mps() -> None:
     pipes = Path(os.environ.get(_MPS_PIPES) or "/tmp/nvidia-mps")
     if not (pipes / "control").exists():
         raise ConfigError(
-            "comm.share_gpus", True, f"NVIDIA MPS does not run (no {pipes / 'control'})",
+            "comm.share_gpus", True, f"needs a running NVIDIA MPS (no {pipes / 'control'})",
             "start it with `nvidia-cuda-mps-control -d`",
         )  # fmt: skip

@@ -1,8 +1,9 @@
-"""The progress of a rank, for the watchdog and for messages.
+"""Records how far a rank is in a step, for the watchdog and for error messages.
 
-`ExchangeObserver` receives the events of a step's exchange. `ProgressBoard` is such an observer and
-keeps this rank's `RankProgress`, which is small enough to be published every few seconds. The progress
-of two ranks can be compared, because all ranks call the same collectives in the same order.
+`ExchangeObserver` receives the events of a step's gradient exchange. `ProgressBoard` is such an
+observer and keeps this rank's `RankProgress`, which is small enough to be published every few seconds.
+The progress of two ranks can be compared, because all ranks call the same collectives in the same
+order.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _NAMED_TENSORS = 3
 
 
 class ExchangeObserver:
-    """Receives the events of an exchange. The methods of this base class do nothing.
+    """Receives the events of a gradient exchange. The methods of this base class do nothing.
 
-    Each step calls `step_begun` first and `step_ended` last. In between, it calls `sent`, `begun` and
-    `ended` for each bucket, with the bucket's index in the plan. An observer must not change the
-    gradients, and must be quick, because the exchange waits for it.
+    Each step of the training calls `step_begun` first and `step_ended` last. In between, it calls
+    `sent`, `begun` and `ended` for each bucket, with the bucket's index in the plan. An observer must
+    not change the gradients, and must be quick, because the exchange waits for it.
 
     A transport with a communication thread calls `begun` and `ended` on that thread, possibly at the same
     time as methods on the main thread. With NCCL, `begun` means that the all-reduce has been queued on
@@ -57,15 +58,15 @@ class ExchangeObserver:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The progress of one rank.
+    """How far one rank is in its step and its collectives.
 
     Attributes:
-        step: The step of the exchange, counted from 0.
-        begun: Number of buckets that have begun in this step.
-        ended: Number of buckets that have ended in this step.
+        step: The step of the gradient exchange, counted from 0.
+        begun: Number of buckets of this step whose all-reduce has begun.
+        ended: Number of buckets of this step whose all-reduce has ended.
         calls: Number of collectives that this rank has entered outside of steps.
-        call: The name of the collective in which this rank is, or "".
-        computes: True from the begin of a step to the end of its exchange.
+        call: The name of the collective that this rank is running, or "".
+        computes: True from the start of a step to the end of its gradient exchange.
     """
 
     step: int = -1
@@ -100,7 +101,7 @@ class RankProgress:
 
     @classmethod
     def from_text(cls, text: str) -> RankProgress:
-        """Parses the progress. Raises ParseError if no rank can have written the text."""
+        """Parses a rank's progress. Raises ParseError if no rank can have written the text."""
         table = parse_table(text)
         numbers = ("step", "begun", "ended", "calls")
         if (
@@ -130,7 +131,7 @@ class ProgressBoard(ExchangeObserver):
             return RankProgress(**self._now)
 
     def reset(self) -> None:
-        """Starts anew, as in a new group of ranks."""
+        """Resets the progress to that of a rank before its first step."""
         self._update(**asdict(RankProgress()))
 
     def _update(self, **changes: int | str | bool) -> None:
@@ -165,7 +166,7 @@ class ProgressBoard(ExchangeObserver):
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """The description of a bucket for messages and traces. `bytes` is the size in the wire format."""
+    """Describes a gradient bucket for messages and traces. `bytes` is its size in the wire format."""
 
     bytes: int
     algorithm: str

@@ -65,7 +65,10 @@ _SIGNAL_WAIT_S = 1.0
 
 @dataclass(frozen=True)
 class Meeting:
-    """The store that the ranks of this attempt share."""
+    """The result of the rendezvous: the store that the ranks of this start of the job share.
+
+    `restarted` is True if the launcher has started the ranks before.
+    """
 
     store: Store
     # True on rank 0 if the launcher has restarted the ranks of this job.
@@ -85,13 +88,14 @@ def meet(
         topology: This rank, and the address of the rendezvous.
         timeout_s: How long to wait for the other ranks.
         settings: Settings that are equal on all ranks of the job, to recognize ranks of another job.
-        lookups: Stack that keeps DNS lookups disabled (`names_from_files`) until the caller closes
-            it. If None, lookups are disabled until this function returns.
+        lookups: A stack onto which the function puts `names_from_files`, so that DNS lookups stay
+            disabled until the caller closes the stack. If None, lookups are disabled until this
+            function returns.
         end: Records a signal that asks this rank to end. Before it ends, the rank tells the other
             ranks.
 
     Returns:
-        The store of this attempt.
+        The key-value store that the ranks share.
 
     Raises:
         CommError: If a rank does not come in time, belongs to another job or was asked to end.
@@ -126,8 +130,8 @@ def meet(
     except ParseError as error:
         forget_store(topology)
         raise CommError(
-            f"rank {topology.rank} has read a message at {where} that no rank has written ({error})",
-            "let only the ranks of the job reach MASTER_PORT, or choose another port",
+            f"rank {topology.rank} has read an invalid message at {where} ({error})",
+            "make sure that only the ranks of the job can reach MASTER_PORT, or choose another port",
         ) from error
     except (RuntimeError, ValueError, OSError) as error:
         forget_store(topology)
@@ -135,7 +139,7 @@ def meet(
 
 
 def _met(meeting: Meeting, topology: Topology, end: DeferredEnd) -> Meeting:
-    """Returns `meeting`. If a signal has asked this rank to end, posts an error for the other ranks.
+    """Returns `meeting`. If a signal has asked this rank to end, posts an error for the others.
 
     The other ranks read this error in the first phase after the rendezvous.
     """
@@ -157,7 +161,7 @@ class _JoiningRank:
         self._wait_s = _SIGNAL_WAIT_S if end.active else _WAIT_S
 
     def join(self, timeout_s: float, clock: ActiveClock) -> str:
-        """Joins the rendezvous as this rank, and returns the name of the attempt."""
+        """Joins the rendezvous, and returns rank 0's name for this attempt to start the job."""
         token, rank = uuid.uuid4().hex, self._topology.rank
         greeting = {
             "token": token, "rank": rank, "restarts": restart_count(),
@@ -238,7 +242,7 @@ class _JoiningRank:
 def explain(
     where: str, topology: Topology, error: BaseException, timeout_s: float
 ) -> tuple[str, str]:
-    """Returns the cause and the remedy for an exception of torch's store."""
+    """Returns the cause and the remedy to show for an exception of torch's store."""
     if known := no_thread(error):
         return known.cause, known.remedy
     text = str(error).lower()

@@ -28,8 +28,9 @@ class HybridSettings:
     """Settings of the algorithm `hybrid`."""
 
     sizes: str = ""
-    """File with the table size → algorithm, or a number: `hierarchical` for buckets below so many KiB,
-    `ring` for larger ones."""
+    """Algorithm by message size: a file, or a number N (`hierarchical` for buckets below N KiB, `ring`
+    for larger ones).
+    """
 
     def __post_init__(self) -> None:
         if self.eta_kib is not None and not 1 <= self.eta_kib <= 2**30:
@@ -43,8 +44,8 @@ class HybridSettings:
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
             "comm.algorithm", one_of("hybrid"), {"comm.hybrid.sizes": one_of("")},
-            "needs a table of sizes",
-            "give comm.hybrid.sizes, a file that `paceline tune` writes, or a number of KiB",
+            "needs to know which algorithm to use for which message size",
+            "set comm.hybrid.sizes to a file that `paceline tune` has written, or to a number of KiB",
         ),
     )  # fmt: skip
 
@@ -70,18 +71,21 @@ class CommSettings(Section):
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately. With the
     default, `algorithm = "auto"` may choose a smaller size."""
     wire: str = "auto"
-    """Format in which gradients travel: `float32`, `float16`, `bfloat16`, `auto` (that of the gradients),
-    or another one of docs/distributed.md."""
+    """Number format in which gradients are sent: `float32`, `float16`, `bfloat16`, `auto` (their
+    dtype), or another format of docs/distributed.md.
+    """
     group_size: int = 0
-    """Ranks of a group in `hierarchical`, `torus2d` and `central`; 0 takes the ranks of a node."""
+    """Ranks per group in `hierarchical`, `torus2d` and `central`; 0 makes each node a group."""
     overlap: str = "auto"
-    """Send full buckets during backward: `on`, `off`, or `auto` (if that does not prevent CUDA
-    graphs)."""
+    """Send full buckets during backward: `on`, `off`, or `auto` (`on` unless it prevents CUDA
+    graphs).
+    """
     plan: str = ""
-    """`plan.toml` of `paceline tune` or `paceline plan` with buckets, algorithms and wire formats."""
+    """Plan file of `paceline tune` or `paceline plan`, with buckets, algorithms and wire formats."""
     min_ranks: int = 0
     """Continue without lost ranks while at least this number is left; 0 ends the job when a rank is
-    lost."""
+    lost.
+    """
     share_gpus: bool = False
     """Allow several NCCL ranks on one GPU (needs NVIDIA MPS); for tests."""
 
@@ -102,12 +106,12 @@ class CommSettings(Section):
             raise ConfigError("comm.min_ranks", self.min_ranks, "must be 0 (off) or more")
         if self.group_size < 0:
             raise ConfigError(
-                "comm.group_size", self.group_size, "must be 0 (the ranks of a node) or more"
+                "comm.group_size", self.group_size, "must be 0 (each node is a group) or more"
             )
         check_exclusions((*EXCLUSIONS, *self.exclusions()), comm=self)
 
     def unused(self) -> list[str]:
-        """Returns the subsections that are given although no setting chooses their algorithm or format.
+        """Returns the subsections that are set although no setting chooses them.
 
         With `comm.plan`, the subsections of wire formats are never returned, because the plan file can
         choose any wire format.
@@ -124,13 +128,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *(
         Exclusion(
             f"comm.{name}", not_in(getattr(CommSettings, name)), {"comm.plan": not_in("")},
-            "but comm.plan = {comm.plan!r} decides it", "leave one of them out",
+            "conflicts with comm.plan = {comm.plan!r}, which decides it", "leave one of them out",
         )
         for name in _PLANNED
     ),
     Exclusion(
         "comm.algorithm", not_in("auto"), {"comm.wire": lambda wire: bool(own_algorithm(wire))},
-        "cannot sum {comm.wire} numbers",
+        "cannot sum {comm.wire} gradients",
         "leave it out, because the format has its own all-reduce; or use comm.wire = 'float16'",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Error messages for a stalled exchange, made from the progress of all ranks."""
+"""Error messages for collectives that do not end, made from the progress of all ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def stall_error(
 
     Args:
         progress: The last known progress of all ranks. At least one of them waits.
-        silent: Ranks that have published nothing for a while, so their progress is out of date.
+        silent: Ranks that have sent no heartbeat for a while, so their progress is out of date.
         buckets: The buckets of the exchange.
         stalled_s: Number of seconds that this rank has waited.
-        timeout_s: The setting `comm.timeout_s`.
+        timeout_s: The time limit that was exceeded.
         hosts: The hosts of all ranks.
     """
     known = {rank: s for rank, s in progress.items() if rank not in silent}

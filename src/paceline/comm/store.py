@@ -1,7 +1,8 @@
 """Opens the rendezvous store of this process: hosts it, or connects to it.
 
-The store is torch's `TCPStore` at the address that the launcher names. A process opens the store once.
-Failures raise exceptions of torch or of the socket layer; `rendezvous.explain` describes them.
+The store is torch's `TCPStore` at the address that the launcher names. A process opens the store only
+once, also if it runs several jobs. Failures raise exceptions of torch or of the socket layer;
+`rendezvous.explain` describes them.
 
 For its log, `TCPStore` looks up the host name of every peer: the client for its connection, and the
 server, which has only one thread, for each accepted connection. If the name server does not answer, each
@@ -38,7 +39,7 @@ _BACKLOG = 8192
 
 @dataclass
 class _Opened:
-    """The store of this process at one address, and the number of earlier jobs that used it."""
+    """The open store of this process, and the number of jobs of this process that have used it."""
 
     store: Store
     address: str
@@ -61,7 +62,7 @@ def store_of_job(
 
     Args:
         topology: This rank, and the address of the rendezvous.
-        hosts: True if this process hosts the store.
+        hosts: True if this process is the server of the store.
         timeout_s: How long to wait for the store.
         clock: Measures the wait.
         lookups: Stack that keeps DNS lookups disabled until the caller closes it. Lookups are
@@ -120,7 +121,7 @@ def _await_host(topology: Topology, timeout_s: float, clock: ActiveClock) -> tup
 def _open_store(
     topology: Topology, address: str, hosts: bool, timeout_s: float, clock: ActiveClock
 ) -> TCPStore:
-    """Hosts the store, or connects to it, in a thread.
+    """Starts the store's server, or connects to it, in a thread.
 
     If a foreign program listens at the address and never answers, torch waits longer than its timeout.
     The thread lets the caller raise TimeoutError in time.
@@ -228,7 +229,7 @@ def names_from_files() -> Iterator[None]:
 
 
 def _look_up_in(sources: str) -> None:
-    """Sets the sources of host names, such as `files dns`, with a function of glibc's <nss.h>."""
+    """Sets where host names are looked up, such as `files dns`, with a function of glibc's <nss.h>."""
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)
     if configure is not None:
         configure(b"hosts", sources.encode())

@@ -1,7 +1,8 @@
-"""Times in a step: a `Timeline` over a window of steps, clock offsets between ranks, exposed waits.
+"""Measures what takes time in a step: a `Timeline`, clock offsets of ranks, and exposed waits.
 
-On a GPU, CUDA events record the device's own times. The events are read after the window or the step, so
-that recording does not make the host wait.
+An exposed wait is the time that a step waits for its gradients after the backward pass. On a GPU, CUDA
+events record times. The events are read after the traced steps, so that recording does not make the
+host wait.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ Reading = Callable[[], float]
 
 
 class TimelineSpan(NamedTuple):
-    """A span of time in seconds of this rank's clock.
+    """One bar of a timeline, from `start_s` to `stop_s` on this rank's clock.
 
-    `bucket` is the index of the exchanged bucket in the plan, or -1 if the span is not an exchange.
+    `bucket` is the index of the bucket whose all-reduce the span shows, or -1 for other spans.
     """
 
     name: str
@@ -50,14 +51,14 @@ class _Stretch(NamedTuple):
 
 
 class Timeline(ExchangeObserver):
-    """Records the time spans of steps `first` to `last`, and nothing in other steps.
+    """Records what a rank does when in the steps `first` to `last`, and nothing in other steps.
 
     Args:
         first: The number of the first recorded step, counted from 1.
         last: The number of the last recorded step; 0 records nothing.
         device: The device of the training.
-        device_exchanges: True if the device runs the exchange (NCCL), so that device times are
-            recorded.
+        device_exchanges: True if the all-reduces run on the device (NCCL), so that CUDA events record
+            them.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Timeline(ExchangeObserver):
 
     @contextmanager
     def span(self, name: str, *, host: bool = False) -> Iterator[None]:
-        """Records the time of this block as a span of the training thread.
+        """Records the start and the end of this block in the track of the training thread.
 
         Args:
-            name: The name of the span.
+            name: The name of the block in the timeline.
             host: True if the block does not use the device. On a GPU, the host's clock is then used.
         """
         if not self._records:
@@ -115,7 +116,7 @@ class Timeline(ExchangeObserver):
         self._stretches.append(_Stretch("sent", COMPUTE, sent, sent, self._step, bucket))
 
     def spans(self) -> list[TimelineSpan]:
-        """Waits for the device, and returns all recorded spans that have ended."""
+        """Waits for the device, and returns all recorded bars of the timeline that have ended."""
         now: _Mark | None = None
         if self._on_gpu and self._stretches:
             now = self._mark(True)
@@ -147,7 +148,7 @@ class Timeline(ExchangeObserver):
 def _device_s(event: Any, now: _Mark) -> float:
     """Returns the time on the host's clock at which the device passed `event`.
 
-    `now` is a mark for which both the host's time and the device's event are known.
+    `now` is a point in time with both a host time and a recorded event.
     """
     return float(now.host_s - event.elapsed_time(now.event) / 1e3)
 
@@ -181,9 +182,9 @@ def measure_offsets(group: Group) -> list[ClockOffset] | None:
 def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
     """Estimates clock offsets from the times at which ranks enter and leave a few tiny all-reduces.
 
-    No rank leaves an all-reduce before all ranks have entered the all-reduce. So the offset o of rank r's
-    clock obeys enter_r − leave_0 ≤ o ≤ leave_r − enter_0. The estimate is the middle between the largest
-    lower bound and the smallest upper bound of all all-reduces.
+    No rank leaves an all-reduce before all ranks have entered the all-reduce. So the offset o of rank
+    r's clock obeys enter_r − leave_0 ≤ o ≤ leave_r − enter_0. Each all-reduce gives such bounds. The
+    estimate is the middle between the largest lower bound and the smallest upper bound.
 
     Args:
         rows: For each rank, the times on its own clock: enter, leave, enter, leave, …
@@ -202,9 +203,9 @@ def clock_offsets(rows: Sequence[Sequence[float]]) -> list[ClockOffset]:
 
 
 class ExposedTime:
-    """Measures how long a step waits for its exchange after its backward pass.
+    """Measures how long a step waits for its all-reduces after its backward pass.
 
-    On a CPU the times are of the host's clock. On a GPU they are of the device's clock, and are read
+    On a CPU, times are read from the host's clock. On a GPU, CUDA events record them, and are read
     later, because reading an event waits for the device.
     """
 
@@ -229,7 +230,7 @@ class ExposedTime:
         began, ended = self._began_event, _event()
 
         def read() -> float:
-            """Reads the time, once the device has passed `ended`."""
+            """Returns the seconds of waiting, once the device has passed the event `ended`."""
             self.last_s = began.elapsed_time(ended) / 1e3
             return self.last_s
 

@@ -24,7 +24,7 @@ Notify = Callable[[], None]
 
 
 class Piece(NamedTuple):
-    """One message: a range of a flat buffer, with its algorithm and wire format.
+    """One message: a range of a flat gradient buffer, with its algorithm and wire format.
 
     The wire format `auto` means the dtype of `tensor`.
     """
@@ -35,7 +35,10 @@ class Piece(NamedTuple):
 
 
 class Transport(ABC):
-    """The base of transports. Every rank sends the same buckets in the same order."""
+    """The base class of objects that sum gradient buckets over ranks.
+
+    Every rank sends the same buckets in the same order.
+    """
 
     # True if `send` returns before the sums are complete, so that backward continues.
     overlaps = False
@@ -44,12 +47,12 @@ class Transport(ABC):
 
     @property
     def memory(self) -> Memory | None:
-        """Returns the state that the exchange keeps between steps, or None."""
+        """Returns the state that the transport keeps between steps (see `Memory`), or None."""
         return None
 
     @abstractmethod
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
-        """Starts to sum the pieces of one bucket over ranks, in place.
+        """Starts to sum the messages of one bucket over ranks, in place.
 
         Args:
             pieces: The messages of the bucket.
@@ -61,10 +64,10 @@ class Transport(ABC):
         """
 
     def abandon(self) -> None:  # noqa: B027
-        """Leaves messages under way, and process groups that have ended already, to themselves."""
+        """Gives up buckets whose sum is not complete, after their process groups have ended."""
 
     def close(self) -> None:  # noqa: B027
-        """Frees threads and groups. Does not wait for buckets that are still under way."""
+        """Frees threads and process groups. Does not wait for buckets whose sum is not complete."""
 
 
 class DirectTransport(Transport):

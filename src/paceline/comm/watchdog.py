@@ -1,12 +1,12 @@
-"""`Watchdog`: ends a rank whose exchange stalls, and reports the bucket and the rank that caused it.
+"""`Watchdog`: ends a rank whose collective does not end, and reports the bucket and the lost rank.
 
 Python cannot interrupt a wait in C++, so threads do it. In a healthy run each rank publishes a
 heartbeat every few seconds and does nothing else.
 
 1. A rank that has waited in the same collective for 40 % of `comm.timeout_s` reads the heartbeats of all
    ranks. In a job of more than 64 ranks only some ranks do that.
-2. Shortly before the timeout the first of these ranks proposes a verdict. All ranks, also ranks that only
-   compute, show that verdict and end with its exit code.
+2. Shortly before the timeout the first of these ranks proposes an error for all ranks, the verdict.
+   All ranks, also ranks that only compute, show this error and end with its exit code.
 3. If the store does not answer, rank 0's host has ended or this host has lost its network. A rank that
    has waited nearly `comm.timeout_s` for other ranks or for an answer reports this and ends.
 4. A rank that leaves with an error is ended after some seconds, because torch might wait for a lost host
@@ -18,7 +18,7 @@ The watchdog uses two threads, because a request to a store on an unreachable ho
 `HeartbeatChannel` publishes and reads heartbeats, and `Watchdog` checks them.
 
 After a collective has failed, `LostRanks` finds out which rank is lost: from the error that the failed
-rank has posted, or by a roll call.
+rank has posted, or by asking all ranks to answer (a roll call).
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ _BEATS_PER_S = 4_000
 def beat_interval_s(timeout_s: float, ranks: int) -> float:
     """Returns the seconds between two heartbeats of a rank.
 
-    A silent rank is found within seven heartbeats, which must fit into 40 % of the timeout.
+    A rank that has ended is noticed within seven heartbeats, which must fit into 40 % of the timeout.
     """
     by_timeout_s = min(max(timeout_s / 60, 0.1), _LONGEST_BEAT_S)
     return max(by_timeout_s, min(ranks / _BEATS_PER_S, timeout_s / 20))
 
 
 class Watchdog:
-    """Ends this process with an error message if a rank is lost or an exchange stalls.
+    """Ends this process with an error message if a rank is lost or a collective takes too long.
 
     Its two daemon threads run until `close`. All ranks create their watchdog before their first
     collective.
@@ -80,8 +80,8 @@ class Watchdog:
     Args:
         store: The store that all ranks share.
         topology: This rank.
-        timeout_s: The setting `comm.timeout_s`.
-        board: This rank's progress.
+        timeout_s: The time limit of a collective in seconds.
+        board: Records this rank's progress.
         show_error: Function that shows an error before the process ends. The default prints to stderr.
         hosts: The hosts of all ranks, for messages.
         before_exit: Function that frees resources that outlive the process. It runs before the process
@@ -132,10 +132,11 @@ class Watchdog:
         self._thread.start()
 
     def leaving(self, error: BaseException) -> None:
-        """Sets a time limit for the teardown after `error`; then the process ends.
+        """Limits the time that this rank takes to end after `error`; then the process is ended.
 
-        If there is a verdict, and `error` only followed because the other ranks ended and closed their
-        connections, this method does not return. Then this rank shows the verdict and ends.
+        If the watchdogs have agreed on an error and `error` is only its consequence, because other
+        ranks have closed their connections, this method does not return: this rank shows the agreed
+        error and ends.
         """
         follows = isinstance(error, PeerError) and self._channel.verdict is not None
         if not isinstance(error, PacelineError):
@@ -148,7 +149,7 @@ class Watchdog:
             self._thread.join()
 
     def silent_ranks(self) -> set[int]:
-        """Calls the roll, waits some seconds, and returns the ranks that have not answered."""
+        """Asks all ranks to answer, waits some seconds, and returns those that have not answered."""
         return self._channel.silent_ranks()
 
     @property
@@ -194,7 +195,7 @@ class Watchdog:
         """Returns True if the watchdog may end the process with `error`.
 
         Returns False if the watchdog is closed, or while this rank leaves because of its own error and
-        has not exceeded the time limit of the teardown.
+        has not exceeded its time limit (`leaving`).
         """
         with self._end_lock:
             left = self._closed.is_set() or (self._leaving and self._leaving[0] is not error)
@@ -202,7 +203,7 @@ class Watchdog:
         return self._ends
 
     def _check(self) -> PacelineError | None:
-        """Returns the error that this rank has to end with, or None."""
+        """Returns the error with which the watchdog has to end this rank, or None."""
         progress = self._board.progress
         if progress != self._seen:
             self._seen, self._since_s, self._proposed_s = progress, self._now_s, 0.0
@@ -256,7 +257,7 @@ class Watchdog:
         return self._asked_since_s is not None
 
     def _stops_for_a_silent_rank(self) -> bool:
-        """Returns True if this rank has waited `_STOP_WAIT_S` after a stop signal and a rank is silent.
+        """Returns True if this rank has waited `_STOP_WAIT_S` after a stop signal for a silent rank.
 
         A rank that is slow but not silent might be saving a checkpoint.
         """
@@ -266,8 +267,8 @@ class Watchdog:
     def _has_observed(self) -> bool:
         """Returns True if this rank has read heartbeats for long enough to know which ranks are silent.
 
-        A rank that does not read the heartbeats of all ranks always returns False, and so never proposes
-        a verdict.
+        A rank that does not read the heartbeats of all ranks always returns False, and so never
+        proposes an error for all ranks.
         """
         reads = self._channel.is_reader and self._channel.reads_progress
         if not reads:
@@ -334,9 +335,9 @@ _READER_WAIT_S = 3.0
 
 @dataclass(frozen=True)
 class LostRanks:
-    """Creates the error for a failed collective; the same error on all ranks if they still agree.
+    """Creates the error to raise after a failed collective, the same one on all ranks if possible.
 
-    Ranks agree through the rendezvous store, which might have ended with rank 0.
+    Ranks agree on the error through the rendezvous store, which might have ended with rank 0.
     """
 
     rank: int
@@ -345,11 +346,11 @@ class LostRanks:
     hosts: RankHosts
 
     def posted_fault(self) -> AgreedError | None:
-        """Returns the error that a failed rank has posted; waits a few seconds for an error."""
+        """Waits a few seconds for the error that a failed rank posts, and returns it, or None."""
         return self.agreement.read_fault(_FAULT_WAIT_S)
 
     def silent(self) -> str:
-        """Describes the ranks that do not answer a roll call; returns "" if all ranks answer.
+        """Asks all ranks to answer, and describes those that do not; returns "" if all answer.
 
         Waits some seconds for the answers.
         """
@@ -369,17 +370,17 @@ class LostRanks:
         """
         return self._explained(
             lambda gone: PeerError(
-                f"{what} broke on rank {self.rank}: {gone or 'another rank is gone'} "
+                f"{what} broke on rank {self.rank}: {gone or 'another rank has ended'} "
                 f"({backend_reason(error)})",
                 "the log of the first rank to fail has the cause; resume with --resume auto",
             ),
         )
 
     def peer_error(self, error: CommError) -> PeerError:
-        """Returns the error for a failed exchange.
+        """Returns the error to raise after a failed exchange.
 
-        This is the error that the failed rank has posted. Without a posted error, it is `error` with a
-        description of the lost ranks.
+        This is the error that the failed rank has posted. If no rank has posted one, it is `error`
+        with a description of the lost ranks.
         """
         return self._explained(
             lambda gone: PeerError(f"{error.cause}{gone and ': '}{gone}", error.remedy),

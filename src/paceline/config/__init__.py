@@ -1,6 +1,6 @@
 """`RunConfig`: the settings of a run, composed of the settings of the packages.
 
-Values come from defaults, then from a recipe (a shipped one or a TOML file), then from flags. Unknown
+Flags override a recipe (a shipped one or a TOML file), and a recipe overrides the defaults. Unknown
 keys are errors.
 """
 

@@ -1,6 +1,6 @@
-"""Declares which settings of different sections, and which settings and job facts, conflict.
+"""Declares which settings of different sections cannot be combined, or do not fit a job.
 
-Facts are the fields of `Job`, as in `job.device`, and the objects of the program, as in
+Facts are the fields of `Job`, as in `job.device`, and the Python objects of a program, as in
 `program.augment`. Conflicts within a section are declared in the settings module of that section.
 """
 
@@ -13,7 +13,7 @@ from paceline.core.exclusions import Exclusion, not_in, one_of
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Facts about the job that are known before the data is open.
+    """The number of processes and the kind of device, which some settings do not support.
 
     Attributes:
         processes: The number of processes.
@@ -27,7 +27,7 @@ class Job:
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},
-        "the rule does not support an optimizer given in Python",
-        "name one of lars, muon, sgd, adamw and lamb, or use 'off'",
+        "does not support an optimizer that is passed as a Python object",
+        "pass the name lars, muon, sgd, adamw or lamb, or use 'off'",
     ),
 )  # fmt: skip

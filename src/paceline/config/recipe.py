@@ -1,4 +1,4 @@
-"""Names and files of recipes.
+"""Finds and reads recipes.
 
 A recipe is a TOML file with settings, or a program that chooses settings when the run starts, because
 they depend on the data and the machine. Until it has chosen, `RunSettings.pending` names it.
@@ -40,7 +40,7 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(name: str) -> Tables:
-    """Reads a shipped recipe, or a TOML file if `name` is a path."""
+    """Reads a shipped recipe, or the TOML file `name` if it is a path."""
     path = RECIPES / f"{name}.toml"
     if name not in recipe_names():
         path = Path(name)

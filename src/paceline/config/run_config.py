@@ -1,6 +1,6 @@
 """`RunConfig`: the settings of all packages, in sections.
 
-Values come from defaults, then from a recipe (shipped, or a TOML file), then from flags (`load_config`).
+Flags override a recipe (shipped, or a TOML file), and a recipe overrides the defaults (`load_config`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEFAULTS = 1
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The settings of a run. Each package that has settings has a section."""
+    """The settings of a run, with one section for each package that has settings."""
 
     run: RunSettings = field(default_factory=RunSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -65,25 +65,25 @@ class RunConfig:
         check_exclusions(self.exclusions(), **self.sections())
 
     def exclusions(self) -> list[Exclusion]:
-        """Returns the exclusions between sections and the exclusions of owners that are in use."""
+        """Returns the combinations of settings that are refused, also those of optional tables."""
         owners = (s.exclusions() for s in self.sections().values() if isinstance(s, Section))
         return [*EXCLUSIONS, *chain.from_iterable(owners)]
 
     def check_job(self, job: Job, program: object = None) -> None:
-        """Checks the settings against facts about the job and the objects of the program.
+        """Checks that the settings fit the job and the Python objects of the program.
 
         Args:
-            job: The facts about the job.
+            job: Number of processes and kind of device.
             program: The objects that a Python program gave, or None.
 
         Raises:
-            ConfigError: If a combination of a setting and a fact is refused.
+            ConfigError: If a setting does not fit the job or the objects.
         """
         facts = {"job": job} | ({} if program is None else {"program": program})
         check_exclusions(self.exclusions(), **self.sections(), **facts)
 
     def check_wire(self, wire: str) -> None:
-        """Checks that a wire format in a plan would be valid as `comm.wire`.
+        """Checks that a wire format, which a plan file names, would be valid as `comm.wire`.
 
         Raises:
             ConfigError: If the wire format is refused.
@@ -116,7 +116,7 @@ class RunConfig:
         return cls(**values)
 
     def to_tables(self) -> Tables:
-        """Returns all values as tables, by section."""
+        """Returns all values as nested dictionaries, by section."""
         return {f.name: to_table(getattr(self, f.name)) for f in fields(self)}
 
     def to_toml(self) -> str:
@@ -124,7 +124,7 @@ class RunConfig:
         return tomli_w.dumps({"defaults": DEFAULTS, **self.in_use()})
 
     def in_use(self) -> Tables:
-        """Returns all tables except the tables of owners that no setting has chosen."""
+        """Returns all values by section, without unused tables such as `[optim.lars]`."""
         tables = self.to_tables()
         for name, section in self.sections().items():
             for owner in section.unused() if isinstance(section, Section) else ():
@@ -132,7 +132,7 @@ class RunConfig:
         return tables
 
     def flat(self) -> dict[str, Any]:
-        """Returns all values by name, such as `run.seed`, or `comm.hybrid.sizes` of an optional part."""
+        """Returns all values by name, such as `run.seed` or `comm.hybrid.sizes`."""
         return flatten(self.to_tables())
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
@@ -161,7 +161,7 @@ def _nearest_key(name: str) -> str:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Returns the sections of `below`, updated with the values of `above` key by key.
+    """Returns settings by section: the values of `below`, updated with those of `above` key by key.
 
     If `above` changes the image size or the channels, dependent settings of `below` are adapted, unless
     `above` sets these settings, too.
@@ -190,7 +190,7 @@ def _follow_image(
 
 
 def setting_names() -> list[str]:
-    """Returns the names of all settings as `section.key`, including the settings of owners."""
+    """Returns the names of all settings, such as `run.seed` and `optim.lars.clip`."""
     names = []
     for section, kind in SECTIONS.items():
         names += [f"{section}.{key}" for key in own_hints(kind)]
@@ -200,7 +200,7 @@ def setting_names() -> list[str]:
 
 
 def _defaults(tables: Mapping[str, Any]) -> RunConfig:
-    """Returns the defaults of all sections and of the owners that `tables` contains or chooses."""
+    """Returns the defaults of all sections, and of the optional tables that `tables` has or chooses."""
     kept: Tables = {}
     for section, kind in SECTIONS.items():
         table = tables.get(section)
@@ -226,7 +226,7 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
-    """Adds the defaults of missing settings to the tables of a stored configuration."""
+    """Adds the defaults of missing settings to a stored configuration."""
     tables = without_version(tables)
     return merge(_defaults(tables).to_tables(), tables)
 
@@ -314,9 +314,10 @@ def with_choices(config: RunConfig, tables: Tables, settles: Collection[str] = (
 
 
 def _refuse_unused(config: RunConfig, overrides: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a flag without effect: its owner is not chosen or does not use it.
+    """Raises ConfigError for a flag without effect, such as `optim.lars.clip` if LARS is not chosen.
 
-    Recipes may contain such settings, because a flag can choose their owners.
+    Recipes may contain such settings, because a flag can choose the optimizer, strategy or format that
+    they belong to.
     """
     for name, value in overrides.items():
         section, *table, key = name.split(".")
@@ -360,7 +361,7 @@ def stored_config(
 
 
 def _without_registered(tables: Mapping[str, Any]) -> Tables:
-    """Removes optimizer, schedule, strategy and wire format from tables if this program lacks them.
+    """Removes the optimizer, schedule, strategy and wire format that this program does not know.
 
     Another program registered these parts. Evaluation and export do not need them.
     """
@@ -380,7 +381,7 @@ def _without_registered(tables: Mapping[str, Any]) -> Tables:
 def _from_file(
     tables: Mapping[str, Any], named: Mapping[str, Any], origin: object, trust: bool | RunConfig
 ) -> RunConfig:
-    """Builds a configuration and checks the code that it names; values in `named` need no trust."""
+    """Builds a configuration from a file; checks the code that it names, except in `named`."""
     config = RunConfig.from_tables(tables)
     if trust is not True:
         own = trust.flat() if isinstance(trust, RunConfig) else {}
@@ -389,7 +390,7 @@ def _from_file(
 
 
 def _known_good(recipe: Tables, overrides: Mapping[str, Any], batch: int | None) -> KnownGood:
-    """Returns which values come from a recipe or from flags, for the rule of `optim.scaling`."""
+    """Returns which values come from the recipe and which from flags, for the rule of `optim.scaling`."""
     keeps = tuple(name for name in SCALED if name in overrides)
     if not recipe:
         return KnownGood(keeps=keeps)
@@ -421,13 +422,13 @@ def _without_rates(recipe: Tables, optimizer: object) -> Tables:
 
 
 def _rates_of(optimizer: object) -> str:
-    """Returns the name of an optimizer's range of rates (`RATES`); empty for a class or unknown name."""
+    """Returns the kind of learning rates of an optimizer (`RATES`); "" for a class or an unknown name."""
     kind = settings_class(OptimSettings, str(optimizer), "optim.name")
     return getattr(kind, "RATES", "")
 
 
 def _warmup_share(recipe: Tables, asked: bool) -> float:
-    """Returns the default of `optim.warmup_max_share`, the largest share of a run for warm-up.
+    """Returns the default of `optim.warmup_max_share`, the largest fraction of a run for warm-up.
 
     Without this limit, a recipe with 3 epochs of warm-up and `--epochs 2` would end during warm-up.
     """
@@ -449,7 +450,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Parses the text of a flag for the setting `name`: TOML, or a number in Python's notation.
+    """Parses the text of a flag as the value of `name`, in TOML or as a number in Python's notation.
 
     For a setting of type str, the text itself is the value, so that `--output 7` names a folder.
     """

@@ -47,26 +47,29 @@ class RunSettings(Section):
     CHOOSERS: ClassVar[tuple[str, ...]] = ("strategy",)
 
     name: str = "run"
-    """Name of the run; a recipe sets it to its own name, and run folders are named after it."""
+    """Name of the run and of its folders; a recipe sets its own name."""
     epochs: int = 90
     """Number of passes over the training data."""
     minutes: float | None = None
     """Time for the whole run in minutes, with `recipe = auto`. The number of epochs is corrected once,
     after the first epoch."""
     global_batch_size: int | None = None
-    """Samples of one update over all ranks; unset, `batch_size` times the ranks, or 256 if that is
-    unset, too, less for small data sets."""
+    """Samples of one update over all ranks. If unset: `batch_size` times the ranks, or 256 (less for
+    small data sets) if both are unset.
+    """
     batch_size: int | None = None
-    """Samples of one forward and backward pass of one process; unset, the largest equal share of at
-    most 256."""
+    """Samples of one forward and backward pass of one process. If unset: the largest equal part of the
+    global batch, at most 256.
+    """
     strategy: str = SYNCHRONOUS
     """How ranks turn the micro-batches of a step into new weights: `synchronous` (one update with the sum
-    of all gradients), or the name of an extension, whose settings are the table `[run.NAME]`."""
+    of all gradients), or an extension with settings in the table `[run.NAME]`.
+    """
     loss: str = "cross_entropy"
     """`cross_entropy`, `bce` (binary cross-entropy, mean over classes), or a function of outputs and
     targets, as in `my_package.losses:focal`."""
     smoothing: float = 0.1
-    """Label smoothing; functions of `run.loss` do their own."""
+    """Label smoothing; functions of `run.loss` get unsmoothed targets."""
     mixup: float = 0.0
     """Parameter of mixup's Beta distribution; 0 disables it; with `cutmix` also set, each image
     uses one of the two."""
@@ -83,34 +86,35 @@ class RunSettings(Section):
     channels_last: bool = True
     """Keep weights and activations in NHWC memory format."""
     cuda_graphs: str = "auto"
-    """Capture micro-step and update as CUDA graphs: `on`, `off`, or `auto` (on a GPU)."""
+    """Capture forward, backward and update as CUDA graphs: `on`, `off`, or `auto` (on a GPU)."""
     output: str = ""
-    """Run folder; empty, `runs/NAME-NNN`."""
+    """Run folder. If empty: `runs/NAME-NNN`."""
     resume: str = ""
     """`auto`, a run folder or a checkpoint to continue from; empty starts a new run."""
     pretrained: str = ""
     """Weights to start from, with torchvision's or timm's keys (`.pth`, `.pt` or `.safetensors`)."""
     log_interval: int = 10
-    """Steps between two log lines without a terminal."""
+    """Steps between two log lines if the output is no terminal."""
     eval_interval_epochs: int = 1
     """Epochs between two evaluations."""
     target_top1: float | None = None
     """Stop at the first evaluation that reaches this top-1 accuracy, in percent."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that also receive all metrics: `csv` (`metrics.csv`), `tensorboard`, `wandb`,
-    `mlflow`; each but `csv` needs the extra of its name."""
+    `mlflow`; all but `csv` need an extra of that name.
+    """
     report_port: int | None = None
-    """Serve the live report of this run at this port of the loopback interface while it runs; 0 finds a
-    free one."""
+    """Port of the loopback interface for the live report of a training run; 0 takes a free port."""
     eval_details: str = "auto"
-    """Keep the accuracy of each class, confusions and the most confident mistakes of the latest
-    evaluation: `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes)."""
+    """Record accuracies by class, confusions and the most confident mistakes of the latest evaluation:
+    `on`, `off`, or `auto` (up to 20,000 validation images and 1,000 classes).
+    """
     noise_scale: bool = False
-    """Estimate the gradient noise scale from the gradients of ranks and micro-batches; needs at least two
-    micro-batches per step."""
+    """Estimate the gradient noise scale; needs at least two micro-batches per step."""
     traced_steps: tuple[int, ...] = ()
-    """First and last step of the trace, `trace.json` in the run folder, for Perfetto; empty writes none,
-    `--trace` is `[10, 30]`."""
+    """First and last step of the trace (`trace.json` in the run folder, for Perfetto); empty writes none,
+    `--trace` is `[10, 30]`.
+    """
 
     pending: Pending | None = field(
         default=None, kw_only=True, hash=False, compare=False, metadata=NO_SETTING
@@ -151,7 +155,7 @@ class RunSettings(Section):
         steps = list(self.traced_steps)
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + 1000):
             raise ConfigError(
-                "run.traced_steps", steps, "must be first and last of at most 1000 steps",
+                "run.traced_steps", steps, "must be the first and last of at most 1000 steps",
                 "try [10, 30]",
             )  # fmt: skip
         if self.report_port is not None and not 0 <= self.report_port < 65536:
@@ -175,10 +179,11 @@ class CheckpointSettings:
     """Also keep the checkpoint with the best top-1 accuracy, as `best.pt`."""
     batch_norm: str = "ranks"
     """Batch-norm statistics in a checkpoint: of all `ranks`, one row each, or their `average`. With
-    `average` every rank also goes on with the average after a save, so that resuming stays
-    bit-identical; evaluations then depend on when the run saves."""
+    `average`, every rank continues with the average after a save, for bit-identical resumes;
+    evaluations then depend on when the run saves.
+    """
     background: bool = True
-    """Write checkpoints on a thread: steps wait only for the copy to host memory."""
+    """Write checkpoints on a thread; training waits only for the copy to host memory."""
     on_sigusr1: str = "save"
     """Action on SIGUSR1: `save` and continue, or `stop` after saving."""
     on_sigusr2: str = "stop"

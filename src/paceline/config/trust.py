@@ -1,8 +1,8 @@
-"""Decides which code a file may name.
+"""Decides which code a recipe or checkpoint may name, because such a file can come from a stranger.
 
 The command line and Python programs may name any code. A recipe, the `config.toml` of a run and a
-checkpoint may come from a stranger: without `--trust` (in Python `trust=True`) they may name only the
-code that this module lists. `run_config` calls `check_trust` for every configuration from a file.
+checkpoint may not: without `--trust` (in Python `trust=True`) they may name only the code that this
+module lists. `run_config` calls `check_trust` for every configuration from a file.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
 
 
 def _typed_imports(package: str) -> dict[str, str]:
-    """Returns the names that the block `if TYPE_CHECKING` of a package imports, with their modules."""
+    """Returns the names that a package imports in its block `if TYPE_CHECKING`, with their modules."""
     tree = ast.parse(Path(sys.modules[package].__file__ or "").read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
     imports = [node for node in blocks[0].body if isinstance(node, ast.ImportFrom)]

@@ -14,7 +14,7 @@ from paceline.core.untrusted import one_line, short_repr
 
 
 class PacelineError(ValueError):
-    """An error that a user can fix; `str()` is one line, `cause; remedy`."""
+    """An error that a user can fix. `str()` is one line with the cause and, if known, the remedy."""
 
     exit_code = 1
 
@@ -98,14 +98,14 @@ def is_compile_error(error: Exception) -> bool:
 
 
 def compile_reason(error: Exception) -> str:
-    """Returns the first line of a compile error that tells the reason; torch adds pages of advice."""
+    """Returns the line of a compile error that gives the reason; torch adds pages of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # A line such as "backend='inductor' raised:" only announces the reason.
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:200]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the remedy `did you mean 'x'?`, or the list of known names if none is similar."""
+    """Returns a remedy with the name in `known` that is most similar, or with all known names."""
     names = sorted(known)
     # Names from an untrusted document can be long, and the search time is quadratic in the length.
     close = difflib.get_close_matches(str(name)[:100], names, n=1, cutoff=0.5)

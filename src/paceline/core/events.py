@@ -1,4 +1,4 @@
-"""Event records of a run: dataclasses, and their lines in `metrics.jsonl`.
+"""The events of a run as dataclasses, and the lines of `metrics.jsonl` that record them.
 
 Every line is a JSON object with `event` and `time` (seconds since 1970). A resumed run appends lines;
 readers use the last record of a step.
@@ -25,17 +25,17 @@ from paceline.core.untrusted import ParseError, parse_json
 
 @dataclass(frozen=True)
 class Event:
-    """Base class of all event records; `kind` becomes the entry `event` of the record."""
+    """Base class of all events of a run; `kind` becomes the entry `event` of the record."""
 
     kind: ClassVar[str] = "event"
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """Returns the names of a record's entries, without the entries that a strategy adds."""
+        """Returns the names of the entries of a record, except those that a training strategy adds."""
         return frozenset({"event", "time", *cls.__dataclass_fields__} - {"fields"})
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the record: all fields, and the entries that a strategy adds."""
+        """Returns the record of the event: all fields, and the entries that a training strategy adds."""
         entries = dict(vars(self))
         fields = entries.pop("fields", {})
         return {"event": self.kind, **entries, **fields}
@@ -43,7 +43,7 @@ class Event:
 
 @dataclass(frozen=True)
 class ShownField:
-    """A value that a strategy reports, and how reports display the value.
+    """A value that a training strategy (`run.strategy`) reports, and how reports display it.
 
     Attributes:
         name: Name of the field in the strategy's part of the summary and in evaluation records.
@@ -63,7 +63,7 @@ class ShownField:
 
 @dataclass(frozen=True)
 class StartEvent(Event):
-    """A process starts or resumes at `step`."""
+    """Training starts or resumes in this process, at `step`."""
 
     kind: ClassVar[str] = "start"
     step: int
@@ -100,7 +100,7 @@ class LengthEvent(Event):
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step. `step` counts from 1, and `loss` is the mean over all ranks."""
+    """One optimizer step is complete. `step` counts from 1, and `loss` is the mean over all ranks."""
 
     kind: ClassVar[str] = "step"
     step: int
@@ -138,7 +138,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class RanksEvent(Event):
-    """The spread of times over ranks in one step: `min`, `median`, `max` and the `rank` of the largest.
+    """How the times of one step differ among ranks: `min`, `median`, `max` and the slowest `rank`.
 
     For `exposed_comm_s`, `rank` is the rank that waited least, because it arrived last, and `others` is
     the median of the other ranks.
@@ -155,7 +155,7 @@ class RanksEvent(Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Event):
-    """One pass over the validation images; counts are exact over all ranks."""
+    """An evaluation is complete. Counts are exact over all validation images of all ranks."""
 
     kind: ClassVar[str] = "eval"
     step: int
@@ -172,10 +172,10 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointEvent(Event):
-    """A complete checkpoint, `save_s` seconds after the save began.
+    """A checkpoint is complete, `save_s` seconds after the save began.
 
-    Training steps were blocked for `stall_s` of these seconds. Without background writing,
-    `stall_s` equals `save_s`.
+    Training was blocked for `stall_s` of these seconds. Without background writing, `stall_s` equals
+    `save_s`.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -188,7 +188,7 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True)
 class CorruptEvent(Event):
-    """A sample that could not be decoded. Training uses the next sample; validation leaves it out."""
+    """A sample could not be decoded. Training uses the next sample instead; validation leaves it out."""
 
     kind: ClassVar[str] = "corrupt"
     step: int
@@ -199,7 +199,7 @@ class CorruptEvent(Event):
 
 @dataclass(frozen=True)
 class StopEvent(Event):
-    """The reason why the process left the loop: finished, target, signal or error."""
+    """Training ended in this process. The reason is `finished`, `target`, a signal or an error."""
 
     kind: ClassVar[str] = "stop"
     step: int
@@ -226,7 +226,7 @@ class GenerationEvent(Event):
 
 @dataclass(frozen=True)
 class NoteEvent(Event):
-    """A text that the user should see once: an automatic choice, a warning."""
+    """A text for the user to read once, such as a warning or an automatic choice."""
 
     kind: ClassVar[str] = "note"
     text: str
@@ -234,7 +234,7 @@ class NoteEvent(Event):
 
 @dataclass(frozen=True)
 class MetricEvent(Event):
-    """Numbers that a callback of the user has logged on this rank."""
+    """Numbers that a user's callback has logged on this rank."""
 
     kind: ClassVar[str] = "metric"
     step: int
@@ -325,7 +325,7 @@ def _line(event: Event, moment: float) -> bytes:
 
 
 def _drop_cut_line(path: Path) -> None:
-    """Removes an incomplete last line, which a killed process has left, before appending."""
+    """Removes an incomplete last line, which a killed process has left, from a file to append to."""
     if path.is_file():
         with path.open("rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -357,7 +357,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_event(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parses the record in line `number` of a file; raises DataError if it is not an event."""
+    """Parses line `number` of a metrics file; raises DataError if the line is not an event."""
     try:
         record = parse_json(line)
     except ParseError:

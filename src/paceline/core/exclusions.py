@@ -1,8 +1,8 @@
-"""Declares which settings exclude each other, and checks these declarations.
+"""Defines how packages declare settings that exclude each other, and checks these declarations.
 
-Each `Exclusion` is a row of a table. The package that owns a setting declares the exclusions within
-its own section. `paceline.config.exclusions` declares the exclusions between settings of different
-sections, and between settings and facts about the job.
+Each `Exclusion` refuses one combination of settings. The package that owns a setting declares the
+exclusions within its own section. `paceline.config.exclusions` declares the exclusions between
+settings of different sections, and between settings and facts about the job.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def switched_off(fields: Mapping[str, object], problem: str) -> tuple[Exclusion,
 
 
 def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
-    """Checks rows against settings and facts; skips a row if a section or owner in it is missing.
+    """Raises ConfigError for the first combination of settings that an exclusion refuses.
+
+    Skips an exclusion that names a section or a table of settings that is not in use.
 
     Args:
         rows: The exclusions to check.
@@ -71,7 +73,7 @@ def check_exclusions(rows: Iterable[Exclusion], **sections: object) -> None:
     """
 
     def values(name: str) -> list[Any]:
-        """Returns the value in a list; the list is empty if section or owner is missing."""
+        """Returns the value of a setting in a list; the list is empty if the setting is not in use."""
         section, *owner, key = name.split(".")
         settings = sections.get(section)
         if owner:

@@ -1,8 +1,8 @@
-"""Extensions: parts that the core loads only if a setting or a command asks for them.
+"""Loads extensions: packages that are only imported if a setting or a command needs them.
 
-Each extension package has a table of its parts. A `Registry` looks up the parts of one kind by
-name. It knows the parts of the core, the parts in these tables, and the parts that a program
-registers.
+Each extension package lists its parts, such as optimizers or strategies, in `PROVIDES`. A `Registry`
+looks up the parts of one kind by name: those of the core, of extension packages, and those that a
+program registers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Part = TypeVar("Part")
 
 
 def missing_extension(error: ImportError) -> str:
-    """Returns the name of the missing module of Paceline; empty if another package is missing."""
+    """Returns the name of the missing module of Paceline; "" if another package is missing."""
     name = error.name or ""
     return name if name.startswith("paceline.") else ""
 
 
 @contextmanager
 def needed_by(field: str, value: object) -> Iterator[None]:
-    """Raises ConfigError if an import in the block needs an extension that is not installed."""
+    """Raises ConfigError if an import in the block fails because an extension is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -57,7 +57,7 @@ def load_extension(name: str, field: str, value: object) -> Any:
 
 @cache
 def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
-    """Returns the table of each extension package; None for a package that is not installed."""
+    """Returns what each extension package adds (`PROVIDES`); None for a package that is not installed."""
     tables: dict[str, Mapping[str, Mapping[str, str]] | None] = {}
     for package in importlib.import_module("paceline.extensions").PACKAGES:
         try:
@@ -70,7 +70,7 @@ def _tables() -> Mapping[str, Mapping[str, Mapping[str, str]] | None]:
 
 
 def provided(kind: str) -> Mapping[str, str]:
-    """Returns the `module:attribute` of each part of one kind in extension packages, by name."""
+    """Returns what extension packages add of one kind, as `module:attribute` by name."""
     added: dict[str, str] = {}
     for table in _tables().values():
         added |= (table or {}).get(kind, {})
@@ -84,7 +84,7 @@ def missing_packages() -> str:
 
 
 def load_part(place: str, field: str, value: object) -> Any:
-    """Imports `module:attribute` of Paceline.
+    """Imports an object of an extension package.
 
     Args:
         place: The module and the attribute, without `paceline.`.
@@ -99,7 +99,7 @@ def load_part(place: str, field: str, value: object) -> Any:
 
 
 def check_new_name(name: object, *, taken: bool) -> None:
-    """Checks the name of a new part. Raises ConfigError if a program cannot use the name."""
+    """Raises ConfigError if a program cannot register an object under `name`."""
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         remedy = "begin with a to z; then a to z, digits and underscores"
         raise ConfigError("name", name, "is not a valid name", remedy)
@@ -112,7 +112,7 @@ _registries: list[Registry[Any]] = []
 
 @contextmanager
 def temporary_registrations() -> Iterator[None]:
-    """Returns a context whose end removes all parts registered inside it, except models."""
+    """Returns a context at whose end all registrations made inside it are undone, except models."""
     before = {id(registry): registry.outside() for registry in _registries}
     try:
         yield
@@ -122,11 +122,11 @@ def temporary_registrations() -> Iterator[None]:
 
 
 class Registry(Generic[Part]):
-    """Parts of one kind by name; the module of a part is imported when the part is used.
+    """Finds objects of one kind, such as optimizers, by name, and imports them when they are used.
 
     Args:
         kind: The name of the kind in the tables of extension packages.
-        own: The parts of the core, or their places as `module:attribute`.
+        own: The objects of the core, or their import paths as `module:attribute`.
     """
 
     def __init__(self, kind: str, own: Mapping[str, Part | str]) -> None:
@@ -140,34 +140,34 @@ class Registry(Generic[Part]):
         return name in self._outside or self.is_installed(name)
 
     def is_installed(self, name: str) -> bool:
-        """Returns True for a part of the core or of an extension package."""
+        """Returns True if the core or an extension package has an object of this name."""
         return name in self._own or name in provided(self._kind)
 
     def names(self) -> list[str]:
-        """Returns the names of all parts: of the core, of programs, and of extension packages."""
+        """Returns all names: of the core, of programs, and of extension packages."""
         return [*self._own, *self._outside, *provided(self._kind)]
 
     def outside(self) -> dict[str, Part]:
-        """Returns the parts that programs have registered, the latest last."""
+        """Returns the objects that programs have registered, the latest last."""
         return dict(self._outside)
 
     def register(self, name: str, part: Part) -> None:
-        """Registers a program's part; replaces an earlier part of the program with this name.
+        """Registers an object of a program; replaces an earlier one of the program with this name.
 
         Raises:
-            ConfigError: If the name is not valid or belongs to an installed part.
+            ConfigError: If the name is not valid or is already used in Paceline.
         """
         check_new_name(name, taken=self.is_installed(name))
         self._outside[name] = part
 
     def check(self, name: str, field: str) -> None:
-        """Checks that the setting `field` names a known part. The error has the nearest name."""
+        """Raises ConfigError, with the most similar name, unless `name` is known."""
         if name not in self:
             hint = nearest(name, self.names()) + missing_packages()
             raise ConfigError(field, name, "unknown", hint)
 
     def get(self, name: str, field: str) -> Part:
-        """Returns the part that the setting `field` names.
+        """Returns the object `name`, which the value of the setting `field` names.
 
         Raises:
             ConfigError: If the name is unknown or its module is not installed.

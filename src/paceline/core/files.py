@@ -113,7 +113,7 @@ def user_cache() -> Path | None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes a rename in the directory durable."""
+    """Flushes a directory to disk, so that a rename in it survives a power failure."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""Functions for the host: load of the cores, processes in `/proc`, GPU connections, and signals.
+"""Measures the load of the host, and handles processes, threads, GPU connections and signals.
 
 `HostLoad` reads Linux's statistics in `/proc` and describes an overloaded host in one sentence with the
 remedy. A thread that could run but has no core adds to the run delay in `schedstat`; slow compute does
@@ -88,7 +88,10 @@ def available_cores() -> int:
 
 
 class ProcessStat(NamedTuple):
-    """Facts about a process. `start`, in clock ticks since boot, distinguishes reused ids."""
+    """State, parent, session and start of a process.
+
+    The start, in clock ticks since boot, distinguishes processes that have had the same id.
+    """
 
     state: str
     parent: int
@@ -102,7 +105,7 @@ class ProcessStat(NamedTuple):
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """Reads the facts about a process; None if there is no such process or `/proc` hides it."""
+    """Reads the `ProcessStat` of a process; None if there is no such process or `/proc` hides it."""
     try:
         # The kernel cuts a name at 15 bytes, which can split a letter.
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
@@ -124,12 +127,12 @@ def process_age_s() -> float:
 
 
 class StartUp:
-    """Measures the seconds from a command to its first step, by part.
+    """Measures how many seconds each part of the start-up takes, from the command to the first step.
 
     Each part begins at the end of the part before it.
 
     Args:
-        before_s: Seconds that the process took before this object was made.
+        before_s: Seconds from the start of the command until this object was created.
         clock: Returns the current time.
     """
 
@@ -141,14 +144,14 @@ class StartUp:
         self._last = clock()
 
     def end(self, part: str) -> None:
-        """Ends a part; the seconds of a part that occurs again are added up."""
+        """Ends the current part of the start-up and names it; seconds of equal names are added up."""
         now = self._clock()
         self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 3)
         self._last = now
 
 
 def process_ids() -> list[int]:
-    """Returns the ids of all processes; empty without `/proc`."""
+    """Returns the ids of all processes of the host; empty without `/proc`."""
     return [int(entry.name) for entry in _PROC.glob("[0-9]*")]
 
 
@@ -174,7 +177,9 @@ _NOT_STARTED = 3
 
 
 def ask_for_connections(sharing: int = 1) -> None:
-    """Asks CUDA for more connections, unless CUDA has started or the user has set the variable.
+    """Asks CUDA for more connections to the GPU, so that more streams can run concurrently.
+
+    Does nothing if CUDA has started, or if the user has set CUDA_DEVICE_MAX_CONNECTIONS.
 
     Args:
         sharing: Number of processes that share the GPU. MPS has about a hundred connections in
@@ -185,7 +190,7 @@ def ask_for_connections(sharing: int = 1) -> None:
 
 
 def connections() -> str:
-    """Returns the number of connections to the GPU, as the environment variable sets it.
+    """Returns CUDA's number of connections to the GPU, which an environment variable sets.
 
     The result is wrong if the variable was set after CUDA had started.
     """
@@ -193,7 +198,7 @@ def connections() -> str:
 
 
 def few_connections() -> str:
-    """Returns a remark if there are fewer connections than possible, else an empty text."""
+    """Returns a remark if CUDA has fewer connections to the GPU than possible, else ""."""
     number = connections()
     if number == str(_MAX_CONNECTIONS):
         return ""
@@ -201,7 +206,7 @@ def few_connections() -> str:
 
 
 def _has_started() -> bool:
-    """Returns True if CUDA has read the environment; even counting the GPUs starts CUDA."""
+    """Returns True if CUDA has read its environment variables; even counting the GPUs starts CUDA."""
     try:
         count = ctypes.CDLL(_DRIVER).cuDeviceGetCount
     except (OSError, AttributeError):  # no NVIDIA GPU
@@ -210,7 +215,7 @@ def _has_started() -> bool:
 
 
 def no_thread(error: BaseException) -> RunError | None:
-    """Returns the error to show if `error` means that no thread can be started, else None."""
+    """Returns the error to show if `error` means that no thread could be started, else None."""
     # The message of Python, and that of C++.
     if str(error) not in ("can't start new thread", "Resource temporarily unavailable"):
         return None
@@ -221,7 +226,10 @@ def no_thread(error: BaseException) -> RunError | None:
 
 
 def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
-    """Runs `action` in a thread if possible, else here; returns a function that waits for it."""
+    """Runs `action` in a thread, or directly if no thread can be started.
+
+    Returns a function that waits for it, up to a number of seconds.
+    """
     thread = threading.Thread(target=action, daemon=True)
     try:
         thread.start()
@@ -232,7 +240,7 @@ def in_thread(action: Callable[[], object]) -> Callable[[float], None]:
 
 
 class SignalContext:
-    """A context that sets a handler for signals; only the main thread may enter the context."""
+    """A context that handles signals with a method of the subclass. Only the main thread may enter it."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ _MAX_NAMES = 20
 
 
 def object_name(thing: object) -> str:
-    """Returns the name of a program's object in settings, `python:NAME`."""
+    """Returns the text `python:NAME`, by which settings refer to a Python object of a program."""
     name = getattr(thing, "__name__", type(thing).__name__)
     return f"{PYTHON}:{re.sub(r'[^0-9A-Za-z_]+', '_', name).strip('_') or 'object'}"
 

@@ -33,7 +33,9 @@ NO_SETTING = {"setting": False}
 
 @dataclass(frozen=True)
 class Section:
-    """Base class of sections with settings that belong to owners.
+    """Base class of sections that contain tables of settings for an optimizer, strategy or extension.
+
+    This optimizer, strategy or extension is called the owner of its table.
 
     A subclass lists its owners in `OWNERS`, as name and `module:Class` inside `paceline`; the module is
     loaded if its table is given or if a setting in `CHOOSERS` names the owner. `register_settings` adds
@@ -68,7 +70,7 @@ class Section:
 
     @classmethod
     def gather(cls, **values: Any) -> Self:
-        """Builds the section from values of its own settings and of chosen owners' settings."""
+        """Builds the section from values of its own settings and of the settings of chosen owners."""
         own = own_hints(cls)
         table = {name: values.pop(name) for name in own.keys() & values.keys()}
         defaults = {chooser: getattr(cls, chooser) for chooser in cls.CHOOSERS}
@@ -80,19 +82,19 @@ class Section:
         return from_table(cls, cls.NAME, table | values)
 
     def choices(self) -> Iterator[tuple[str, str]]:
-        """Yields pairs of a setting in `CHOOSERS` and the owner that this setting has chosen."""
+        """Yields which setting chooses which optimizer or extension, as in ("name", "lars")."""
         return self.choices_in({chooser: getattr(self, chooser) for chooser in self.CHOOSERS})
 
     @classmethod
     def choices_in(cls, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yields each setting of a table that chooses an owner, with the owner; skips invalid values."""
+        """Yields the same pairs as `choices` from a table of unchecked values; skips invalid values."""
         for chooser in cls.CHOOSERS:
             value = table.get(chooser)
             names = value if isinstance(value, list | tuple) else (value,)
             yield from ((chooser, name) for name in names if isinstance(name, str))
 
     def of(self, name: str, kind: type[Settings]) -> Settings:
-        """Returns the settings of an owner.
+        """Returns the settings of an optimizer, strategy or extension (the owner).
 
         Args:
             name: The owner.
@@ -102,20 +104,20 @@ class Section:
         return _as_kind(kind, self.owned.get(table_name(kind, name)))
 
     def chosen(self, name: str) -> Any:
-        """Returns the settings of the owner `name` if it is given or chosen; None otherwise."""
+        """Returns the settings in the table `name` if it is given or chosen; None otherwise."""
         return self.owned.get(table_name(settings_class(type(self), name, self.NAME), name))
 
     def unused(self) -> list[str]:
-        """Returns the tables that are given although no setting has chosen their owners."""
+        """Returns the names of the optional tables that are given although no setting has chosen them."""
         return [name for name in self.owned if name not in self._in_use()] if self.CHOOSERS else []
 
     def exclusions(self) -> Iterator[Any]:
-        """Yields the exclusions that the owners in use declare."""
+        """Yields the exclusions that the classes of the tables in use declare."""
         for name in self._in_use():
             yield from getattr(self.owned.get(name), "EXCLUSIONS", ())
 
     def _in_use(self) -> list[str]:
-        """Returns the tables of owners that a setting has chosen or that need no choice."""
+        """Returns the names of the optional tables that a setting has chosen or that need no choice."""
         kinds = [(settings_class(type(self), name, by), name) for by, name in self.choices()]
         chosen = [table_name(kind, name) for kind, name in kinds]
         return [*chosen, *(n for n, own in self.owned.items() if getattr(own, "UNCHOSEN", False))]
@@ -130,27 +132,27 @@ def _owners(section: str) -> Registry[type]:
 
 
 def register_settings(section: str, owner: str, kind: type) -> None:
-    """Makes the dataclass `kind` the settings of `owner`, as the table `[section.owner]`."""
+    """Makes the dataclass `kind` the settings of the table `[section.owner]`."""
     _owners(section).register(owner, kind)
 
 
 def owner_names(section: type) -> list[str]:
-    """Returns the names of all owners that a section may have."""
+    """Returns the names of all optimizers, strategies and so on that a section can have settings for."""
     if not issubclass(section, Section):
         return []
     return [*section.OWNERS, *sorted(_owners(section.NAME).names())]
 
 
 def settings_class(section: type, owner: str, asked_by: str) -> type | None:
-    """Returns the class of an owner's settings, or None if the owner has no settings.
+    """Returns the settings class of an optimizer, strategy or extension; None if it has no settings.
 
     Args:
         section: The class of the section.
-        owner: The name of the owner.
-        asked_by: The setting or table that names the owner, for the message of the error.
+        owner: The name of the optimizer, strategy or extension.
+        asked_by: The setting or table that contains the name, for the message of the error.
 
     Raises:
-        ConfigError: If the owner belongs to a package that was removed.
+        ConfigError: If it belongs to a package that was removed.
     """
     if not issubclass(section, Section):
         return None
@@ -162,12 +164,12 @@ def settings_class(section: type, owner: str, asked_by: str) -> type | None:
 
 
 def table_name(kind: type | None, owner: str) -> str:
-    """Returns the name of the table with the settings of `owner`, whose class is `kind`."""
+    """Returns the name of the table of `owner`, whose settings class is `kind`."""
     return getattr(kind, "TABLE", "") or owner
 
 
 def owner_tables(section: type) -> Iterator[tuple[str, type]]:
-    """Yields the name and class of each table that owners of a section may have."""
+    """Yields the name and the settings class of each optional table of a section."""
     for owner in owner_names(section):
         kind = settings_class(section, owner, owner)
         if kind is not None and table_name(kind, owner) == owner:
@@ -175,7 +177,7 @@ def owner_tables(section: type) -> Iterator[tuple[str, type]]:
 
 
 def read_names(kind: type) -> set[str]:
-    """Returns the names of the settings that an owner uses."""
+    """Returns the names of the settings in a class that its owner uses."""
     return own_hints(kind).keys() - set(getattr(kind, "UNREAD", ()))
 
 
@@ -248,7 +250,7 @@ def to_table(settings: object) -> dict[str, Any]:
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """Converts a value to a declared type.
+    """Converts the value of a setting to the declared type.
 
     The only conversions are integers to floats, lists to tuples, and tables to dataclasses.
 
@@ -358,7 +360,7 @@ _LIMITS: dict[str, Callable[[float], bool]] = {
 
 
 class SettingChecks:
-    """Checks the values of a section; unset values pass.
+    """Checks the values of a section's settings; a setting that is None passes all checks.
 
     Args:
         section: The name of the section, for messages.
@@ -370,13 +372,13 @@ class SettingChecks:
         self._settings = settings
 
     def known(self, name: str, known: Iterable[str]) -> None:
-        """Checks that the value is in `known`. The ConfigError suggests the nearest name."""
+        """Raises ConfigError, with the most similar name, unless the value of `name` is in `known`."""
         known, value = tuple(known), getattr(self._settings, name)
         if value not in known:
             raise self.error(name, "unknown", nearest(str(value), known))
 
     def number(self, name: str, limits: str, remedy: str = "") -> None:
-        """Checks that the value is within the limits, such as `above 0`. Raises ConfigError."""
+        """Raises ConfigError unless the value of `name` is within the limits, such as `above 0`."""
         value = getattr(self._settings, name)
         if value is not None and not _LIMITS[limits](value):
             raise self.error(name, f"must be {limits}", remedy)
@@ -388,7 +390,7 @@ class SettingChecks:
 
 
 def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") -> None:
-    """Checks the input rate of a rank in images per second; 0 means no limit."""
+    """Raises ConfigError unless a rank's input rate in images per second is valid; 0 is no limit."""
     # The rate minus its uncertainty must be possible, too.
     least = 10 / LONGEST_S
     if images_per_s and not least <= images_per_s < math.inf:
@@ -400,7 +402,7 @@ def check_input_rate(images_per_s: float, flag: str = "--input-images-per-s") ->
 
 @contextmanager
 def errors_of_file(field: str, path: Path | str, syntax: str, remedy: str) -> Iterator[None]:
-    """Converts errors of reading a TOML file and of its contents to a ConfigError that names the file.
+    """Converts all errors in the block, which reads a TOML file, to a ConfigError that names the file.
 
     Args:
         field: The setting or flag that named the file.

@@ -18,7 +18,7 @@ RANKS_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class Topology:
-    """The rank of this process, the sizes of job and node, and the rendezvous.
+    """The place of this process in a job: ranks, nodes, and the address where ranks meet.
 
     Attributes:
         rank: The rank of this process.
@@ -26,10 +26,10 @@ class Topology:
         local_rank: The rank of this process within the node.
         local_world_size: The number of ranks on this node.
         node_rank: The index of this node.
-        master_addr: The host name or address of the rendezvous.
-        master_port: The port of the rendezvous.
-        launcher: The kind of launcher: `single` (none), `torchrun`, `environment`, `slurm`, `openmpi` or
-            `mpi`.
+        master_addr: The host name or address at which the ranks connect.
+        master_port: The port at which the ranks connect.
+        launcher: The kind of launcher: `single` (none), `torchrun`, `environment`, `slurm`, `openmpi`
+            or `mpi`.
     """
 
     rank: int = 0
@@ -71,7 +71,7 @@ class Topology:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
-        """Reads the launcher's variables; variables of torchrun precede those of a scheduler.
+        """Reads the launcher's environment variables; those of torchrun precede those of a scheduler.
 
         Raises:
             CommError: If the variables are incomplete or contradict each other.
@@ -117,7 +117,7 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
 
 
 def _address(env: Mapping[str, str], world_size: int, first_host: str | None) -> tuple[str, int]:
-    """Returns the rendezvous: MASTER_ADDR and MASTER_PORT, or else the scheduler's first host."""
+    """Returns host and port at which ranks connect: MASTER_ADDR and MASTER_PORT, or the first host."""
     address = env.get("MASTER_ADDR") or first_host
     if address is None:
         if world_size > 1:
@@ -136,7 +136,10 @@ def _address(env: Mapping[str, str], world_size: int, first_host: str | None) ->
 
 
 def _local_world(env: Mapping[str, str], name: str, world: int) -> int:
-    """Returns the number of ranks on this node. It must be given; guesses could differ by rank."""
+    """Returns the number of ranks on this node from variable `name`, which must be set.
+
+    A guess could differ between ranks.
+    """
     if name not in env and world > 1:
         raise CommError(
             f"{name} is not set, so the number of ranks on this node is unknown",
@@ -188,7 +191,7 @@ def _slurm(env: Mapping[str, str]) -> Topology:
 
 
 def _slurm_local_world(env: Mapping[str, str], world: int) -> int:
-    """Returns the tasks on this node. SLURM writes `4(x2),3`: four on each of two nodes, then three."""
+    """Returns the number of ranks on this node. SLURM writes `4(x2),3` for 4, 4 and 3 ranks."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
     if not text:
         return max(1, world // max(1, _integer(env, "SLURM_NNODES", 1)))
@@ -231,7 +234,10 @@ def _mpi(
     env: Mapping[str, str], launcher: str, size: str, place: str, local_size: str, local_place: str,
     *, guess: Callable[[int, int], int | None],
 ) -> Topology:  # fmt: skip
-    """Reads the four named variables; `guess` gives the local rank if `local_place` is not set."""
+    """Reads the topology from the four named variables of MPI.
+
+    `guess` computes the local rank if `local_place` is not set.
+    """
     world, rank = _integer(env, size), _integer(env, place)
     local = _local_world(env, local_size, world)
     # If all ranks are on this host, rank 0 is also here, and the loopback address is correct.

@@ -65,11 +65,7 @@ _SHORT.maxlevel = 4
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Parses a TOML document.
-
-    Raises:
-        ParseError: If it is invalid.
-    """
+    """Parses a TOML document. Raises ParseError if it is invalid."""
     try:
         tables: dict[str, Any] = _checked(tomllib.loads(content.decode("utf-8")))
         return tables
@@ -80,11 +76,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> Any:
-    """Parses a JSON document.
-
-    Raises:
-        ParseError: If it is invalid.
-    """
+    """Parses a JSON document. Raises ParseError if it is invalid."""
     try:
         return _checked(json.loads(content.decode("utf-8")))
     except RecursionError:

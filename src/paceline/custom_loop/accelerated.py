@@ -27,7 +27,7 @@ from paceline.train.model_checks import restored_buffers
 
 
 class _AcceleratedForward:
-    """Replaces the `forward` of a model.
+    """Replaces the `forward` method of a model by a faster implementation.
 
     A copied or unpickled model uses its plain forward pass, because the acceleration refers to submodules
     of the original model.
@@ -57,7 +57,7 @@ class _AcceleratedForward:
 
 
 class Accelerated:
-    """The acceleration of a model. `accelerate` creates it.
+    """The handle that `accelerate` returns: describes the acceleration of a model, and undoes it.
 
     Example:
         handle = pl.accelerate(model)
@@ -71,7 +71,7 @@ class Accelerated:
             model.forward = _AcceleratedForward(model, applied)
 
     def describe(self) -> str:
-        """Describes the acceleration, or returns the reason why the model is unchanged."""
+        """Describes the acceleration, or says why the model is unchanged."""
         return self._reason if self._applied is None else self._applied.describe()
 
     def undo(self) -> None:
@@ -86,17 +86,17 @@ def accelerate(
     model: nn.Module, *, example: Tensor | None = None, dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> Accelerated:  # fmt: skip
-    """Replaces a model's training pass by a faster implementation. A collective on several ranks.
+    """Replaces the forward and backward pass of a model in training by a faster implementation.
 
-    Supports Paceline's ResNets and AlexNet with norms, and the ResNets in torchvision and timm. Call this
-    function once, before the model is wrapped or copied, because copies use the plain pass.
+    Supports Paceline's ResNets and AlexNet with norms, and the ResNets in torchvision and timm. All
+    ranks call this function once, before the model is wrapped or copied, because copies use the plain
+    forward pass.
 
     Args:
         model: The model, on its device. Fused implementations need a GPU and channels-last memory.
         example: A micro-batch of images on which the kernels of `fused_convolutions` are timed.
         dtype: dtype in which convolutions compute. The default is the dtype of the first weight.
-        settings: Settings in the acceleration's table, such as `recompute_norms=True`. `compile` is not
-            allowed.
+        settings: Settings of `[run.accel]`, such as `recompute_norms=True`. `compile` is not allowed.
 
     Returns:
         A handle that can describe and undo the change.
@@ -148,7 +148,7 @@ def accelerate(
 
 
 class _Ranks:
-    """Collectives over the ranks of torch's process group, or for one rank without a group."""
+    """Collectives over torch's default process group, or over one rank if there is no group."""
 
     def agree_on(self, phase: str, make: Callable[[], Result]) -> Result:
         with agreed():
@@ -159,7 +159,7 @@ class _Ranks:
 
 
 def _trial(model: nn.Module, example: Tensor, forward: Forward) -> None:
-    """Runs a forward and backward pass that leaves gradients, buffers and random states unchanged."""
+    """Runs `forward` and its backward pass; leaves gradients, buffers and random states unchanged."""
     trained = [p for p in model.parameters() if p.requires_grad]
     devices = [example.device] if example.is_cuda else []
     with restored_buffers(model), torch.random.fork_rng(devices):

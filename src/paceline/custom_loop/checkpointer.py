@@ -3,9 +3,9 @@
     folder/step-00000120/rank-0.pt … rank-7.pt, manifest.json
 
 Every rank writes a file, because batch-norm statistics, random numbers and loader positions differ
-between ranks. If a tensor equals a tensor of rank 0, the file holds only a reference to rank 0's file.
-So replicated weights and momenta are stored once. Rank 0 writes the manifest with the size and SHA-256 of
-each file and then renames the folder, so a checkpoint is either complete or absent.
+between ranks. If a tensor equals a tensor of rank 0, a rank's file contains only a reference to rank
+0's file. So replicated weights and momenta are stored once. Rank 0 writes the manifest with the size
+and SHA-256 of each file and then renames the folder, so a checkpoint is either complete or absent.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | PathLike[str], keep: int = 2) -> None:
-        """Creates the object without accessing any file.
+        """Sets the folder; does not access any file yet.
 
         Args:
             folder: The folder of the checkpoints.
@@ -98,7 +98,7 @@ class Checkpointer:
     def save(
         self, step: int, *, extra: Mapping[str, Any] | None = None, **objects: Stateful
     ) -> Path:
-        """Saves a checkpoint. A collective.
+        """Saves a checkpoint. All ranks call this.
 
         Args:
             step: Number of completed steps.
@@ -198,9 +198,10 @@ class Checkpointer:
         return [p for _, _, p in sorted((int(m[1]), int(m[2] or 1), p) for m, p in named if m)]
 
     def restore(self, **objects: Stateful | None) -> int | None:
-        """Loads the newest undamaged checkpoint. A collective.
+        """Loads the newest undamaged checkpoint. All ranks call this.
 
-        Skips damaged checkpoints with a warning and adds the reasons to `notes`. Also sets `extra`.
+        Skips damaged checkpoints with a warning, and adds the reasons to the attribute `notes`. Also
+        sets the attribute `extra`.
 
         Args:
             **objects: The objects to load, by the names under which they were saved. None skips the
@@ -385,7 +386,7 @@ class _Random:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turns errors of the operating system into a CheckpointError."""
+    """Turns errors of the operating system in the block into a CheckpointError about `what`."""
     try:
         yield
     except OSError as error:
@@ -404,7 +405,7 @@ def _place() -> tuple[int, int]:
 
 
 def _from_rank_0(texts: list[str], last: str) -> list[str]:
-    """Returns rank 0's `texts`, followed by rank 0's `last`, on all ranks."""
+    """Broadcasts rank 0's `texts` and `last`; returns them as one list on all ranks."""
     mine = [*texts, last]
     if not several_ranks():
         return mine
@@ -412,7 +413,7 @@ def _from_rank_0(texts: list[str], last: str) -> list[str]:
 
 
 def _first_text(error: _DamagedError | None) -> str:
-    """Returns the message of the lowest rank that has an error; empty if no rank has one."""
+    """Returns the error message of the lowest rank that has an error; "" if no rank has one."""
     mine = error.cause if error else ""
     gathered = all_gather_json(mine) if several_ranks() else [mine]
     return next(filter(None, gathered), "")

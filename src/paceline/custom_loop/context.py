@@ -1,4 +1,4 @@
-"""`init`: device, rank and process group of this process, under any launcher.
+"""`init`: sets up device, rank and process group of this process, under any launcher.
 
 `DataParallel`, `prepare` and the other parts do not need `init`. They also work with a process group that
 the program has created.
@@ -51,8 +51,8 @@ class Context:
         device: Device of this rank.
         backend: `nccl`, `gloo`, or `none` for a single process.
         timeout_s: Time limit of collectives in seconds.
-        agreement: Not None if `init` has created the process group. In that case closing this
-            context also closes the process group.
+        agreement: Compares errors between ranks; None unless `init` has created the process group. If
+            it has, closing this context also closes the process group.
 
     Example:
         >>> with init(device="cpu") as context:
@@ -262,7 +262,7 @@ def _parse_device(device: str | torch.device) -> torch.device:
 def _choose_device(
     wanted: str | torch.device | None, topology: Topology, settings: CommSettings
 ) -> torch.device:
-    """Chooses one GPU per rank, unless the caller names a device."""
+    """Returns the device that the caller wants, or else one GPU per rank, or the CPU."""
     ask_for_connections(topology.local_world_size if settings.share_gpus else 1)
     given = None if wanted is None else _parse_device(wanted)
     if given is not None and given.type != "cuda":
@@ -283,22 +283,22 @@ def _choose_device(
 
 
 def topology_here() -> Topology:
-    """Returns the topology from the context, otherwise from the launcher or an existing group."""
+    """Returns the topology of the open context, or else of the launcher or an existing process group."""
     return current_topology(None if _current is None else _current.topology)
 
 
 def timeout_here() -> float:
-    """Returns the time limit of collectives in seconds."""
+    """Returns the time limit of collectives in seconds: of the open context, or else the default."""
     return 600.0 if _current is None else _current.timeout_s
 
 
 def several_ranks(group: dist.ProcessGroup | None = None) -> bool:
-    """Returns True if the process group has several ranks."""
+    """Returns True if the process group `group`, or the default group, has several ranks."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def release_on_close(holder: Any) -> None:
-    """Registers `holder`, whose `release` is called before the context destroys the process groups."""
+    """Makes the open context call `holder.release()` before it destroys the process groups."""
     _holders.add(holder)
 
 
@@ -306,7 +306,9 @@ def release_on_close(holder: Any) -> None:
 def agreed(
     facts: Callable[[], Mapping[str, Any]] = dict, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """Raises the same error on all ranks of a group if the block fails on any rank. A collective.
+    """Raises the same error on all ranks of a group if the block fails on any rank.
+
+    All ranks of the group enter this context.
 
     Args:
         facts: Returns values that must be equal on all ranks, by name; called at the end of the block.

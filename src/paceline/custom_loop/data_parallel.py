@@ -1,9 +1,9 @@
 """`DataParallel`: DistributedDataParallel with the all-reduce algorithms of `paceline.comm`.
 
-`DataParallel` is a subclass of torch's DistributedDataParallel (DDP) and keeps DDP's reducer. DDP defines
-the behaviour of hooks, buckets, unused-parameter search, `join` and overlap. Tests compare both classes,
-also with autocast, GradScaler and torch.compile. Paceline adds algorithms and wire formats by
-`HybridAllReduce`, a communication hook of DDP.
+`DataParallel` is a subclass of torch's DistributedDataParallel (DDP) and keeps DDP's reducer. So
+hooks, buckets, the search for unused parameters, `join` and overlap behave as in DDP. Tests compare
+both classes, also with autocast, GradScaler and torch.compile. Paceline adds algorithms and wire
+formats by `HybridAllReduce`, a communication hook of DDP.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _wrapped: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def wire_of(module: nn.Module) -> str | None:
-    """Returns the wire format of the `DataParallel` around `module`; None if there is none."""
+    """Returns the wire format of the `DataParallel` that wraps `module`; None if none does."""
     return _wrapped.get(module)
 
 
@@ -70,10 +70,11 @@ class DataParallel(DistributedDataParallel):
 
     Args:
         module: The module on its device. Its dtype and trained parameters must not change later.
-        plan: A `plan.toml` of `paceline tune`, with a table of sizes and algorithms and a wire format.
-        wire: Format in which fp32 gradients are sent: `fp32`, `fp16` or `bf16`. Overrides the
+        plan: A `plan.toml` of `paceline tune`, which names the all-reduce algorithm for each message
+            size, and a wire format.
+        wire: Number format in which fp32 gradients are sent: `fp32`, `fp16` or `bf16`. Overrides the
             format in the plan. 16-bit gradients are sent unchanged.
-        algorithm: All-reduce algorithm for all sizes, such as `ring` or `hierarchical`.
+        algorithm: All-reduce algorithm for all message sizes, such as `ring` or `hierarchical`.
         *positional: Arguments of DistributedDataParallel.
         **named: Arguments of DistributedDataParallel. By default, `gradient_as_bucket_view` is True
             and `device_ids` contains the GPU of the module.
@@ -127,9 +128,9 @@ class DataParallel(DistributedDataParallel):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def _compute_alone(self, module: nn.Module, device_ids: Any = None, **_: Any) -> None:
-        """Replaces DDP's constructor, which needs a process group.
+        """Initializes the model without DDP's constructor, which needs a process group.
 
-        Ignores the other arguments, which control the exchange.
+        Ignores the arguments that control the all-reduce of gradients.
         """
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -144,11 +145,11 @@ class DataParallel(DistributedDataParallel):
             release_on_close(self)
 
     def _connect(self) -> None:
-        """Registers the exchange as the communication hook before the first backward pass.
+        """Registers Paceline's all-reduce as the communication hook before the first backward pass.
 
         The constructor does not register the hook, because the program may register its own hook
-        instead. For a copy of a model, this call is a collective that creates the exchange. Copying does
-        not create it, because a single rank may copy a model.
+        instead. For a copy of a model, all ranks call this to create the process groups. Copying does
+        not create them, because a single rank may copy a model.
         """
         self._hybrid = self._hybrid or self._exchange.create()
         super().register_comm_hook(self._hybrid, HybridAllReduce.ddp_hook)
@@ -158,7 +159,7 @@ class DataParallel(DistributedDataParallel):
         return not (self._alone or self._exchange.is_native or self._comm_hooks)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Computes the module's outputs, with several ranks by DDP's forward pass."""
+        """Computes the module's outputs. If there are several ranks, calls DDP's forward."""
         trains = self.training and torch.is_grad_enabled()
         if self._alone:
             if trains and self._released:
@@ -206,8 +207,8 @@ class DataParallel(DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as DDP does.
 
-        A hook that is registered before the first training pass replaces the exchange that `plan`,
-        `wire` and `algorithm` configure. In this case the method warns.
+        If this is called before the first training pass, the hook replaces the all-reduce that `plan`,
+        `wire` and `algorithm` configure, and the method warns.
 
         Args:
             state: First argument of each call of the hook.
@@ -245,7 +246,7 @@ class DataParallel(DistributedDataParallel):
         self._alone = self._released = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state without connections, because a copy opens its own connections."""
+        """Returns the state for a copy, without connections, because the copy opens its own."""
         if self._alone:
             return dict(self.__dict__)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -254,7 +255,7 @@ class DataParallel(DistributedDataParallel):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the state. Without a process group, the model then computes alone."""
+        """Restores a copied model. Without a process group, the model then computes alone."""
         if state.get("_alone") or not dist.is_initialized():
             nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
             self._alone = True
@@ -301,14 +302,17 @@ class DataParallel(DistributedDataParallel):
 
 
 def _of_ddp(keys: Iterable[str], module: nn.Module, prefix: str = "") -> bool:
-    """Returns True if all state-dict keys that begin with `prefix` continue with DDP's prefix."""
+    """Returns True if all state-dict keys that begin with `prefix` continue with DDP's `module.`."""
     names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
     prefixed = bool(names) and all(name.startswith(_PREFIX) for name in names)
     return prefixed and module.state_dict().keys().isdisjoint(names)
 
 
 def _add_prefix(model: DataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Adds DDP's prefix to the keys of a `DataParallel` that is a submodule; torch loads by this path."""
+    """Adds DDP's prefix `module.` to the state-dict keys of a `DataParallel` that is a submodule.
+
+    torch calls this before it loads the state dict of the parent module.
+    """
     if _of_ddp(state, model.module, prefix):
         return
     for key in [key for key in state if key.startswith(prefix)]:
@@ -373,7 +377,7 @@ def _facts(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trained_parameters(module: nn.Module) -> str:
-    """Returns a text that identifies the names and sizes of all trained parameters.
+    """Returns a text with the names and sizes of all trained parameters, which ranks compare.
 
     Excludes parameters that DDP ignores, because these may differ between ranks.
     """

@@ -1,4 +1,4 @@
-"""`Exchange`: the algorithms and the wire format with which a `DataParallel` exchanges gradients."""
+"""`Exchange`: the algorithms and the wire format with which a `DataParallel` sums gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.plan.size_table import SizeTable
 
 @dataclass(frozen=True)
 class Exchange:
-    """Algorithms and wire format with which ranks exchange gradients.
+    """The algorithms and the wire format with which ranks sum gradients.
 
     Attributes:
-        table: Algorithm for each range of message sizes; None for the backend's own all-reduce.
+        table: The algorithm for each range of message sizes; None for the backend's own all-reduce.
         wire: Name of the wire format.
-        file: The plan file, which also describes the cluster on which the table was measured.
+        file: The plan file, which also describes the cluster on which `table` was measured.
     """
 
     table: SizeTable | None = None
@@ -33,14 +33,14 @@ class Exchange:
 
     @property
     def is_native(self) -> bool:
-        """True if DDP exchanges gradients without a hook of Paceline."""
+        """True if DDP sums gradients without a communication hook of Paceline."""
         return self.table is None and self.wire == "float32"
 
     @classmethod
     def choose(
         cls, plan: str | PathLike[str] | None, wire: str | None, algorithm: str | None
     ) -> Exchange:
-        """Chooses the exchange for the arguments of `DataParallel`.
+        """Chooses algorithms and wire format from the arguments of `DataParallel`.
 
         Raises:
             ConfigError: If an argument is invalid.
@@ -62,7 +62,7 @@ class Exchange:
         return cls(_table(file), wire or _planned_wire(file), file)
 
     def create(self) -> HybridAllReduce:
-        """Creates the communication hook and its process groups. A collective."""
+        """Creates the communication hook and its process groups. All ranks call this."""
         groups = ProcessGroups(topology_here(), timeout_s=timeout_here())
         try:
             problem = None
@@ -83,12 +83,15 @@ class Exchange:
 
 
 def _table(file: PlanFile) -> SizeTable:
-    """Returns the plan's table of sizes, or a table with the one algorithm that all its buckets use."""
+    """Returns the algorithms by message size that a plan contains.
+
+    If a plan has none, returns the one algorithm that all its buckets use.
+    """
     if file.sizes is not None:
         return file.sizes
     names = {bucket.algorithm for bucket in file.fusion.buckets} if file.fusion else set()
     if len(names) != 1:
-        raise ConfigError("plan", file.path, "has no table of sizes", "make it with paceline tune")
+        raise ConfigError("plan", file.path, "lacks algorithms by size", "use one of paceline tune")
     return SizeTable.single(names.pop())
 
 

@@ -1,8 +1,8 @@
-"""`prepare`: half-precision weights with fp32 masters and a dynamic loss scale, for a custom loop.
+"""`prepare`: half-precision weights with fp32 master weights and a loss scale, for a custom loop.
 
-`Prepared.backward` scales the loss. `Prepared.step` unscales the gradients and updates masters and
-weights. If a gradient is not finite on any rank, all ranks skip the update. The device makes all
-decisions, so the host never waits for the device.
+`Prepared.backward` scales the loss. `Prepared.step` unscales the gradients, updates the fp32 masters
+and rounds them to the model's weights. If a gradient is not finite on any rank, all ranks skip the
+update. The device makes all decisions, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Prepared:
 
     @property
     def loss_scale(self) -> float:
-        """The current factor that multiplies the loss. Waits for the device."""
+        """The current factor that multiplies the loss. Reading it waits for the device."""
         return float(self._scale.value)
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps that non-finite gradients have caused to be skipped. Waits for the device."""
+        """Number of steps skipped because of non-finite gradients. Reading it waits for the device."""
         return int(self._skipped)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -102,16 +102,19 @@ class Prepared:
         return self._policy.compute()
 
     def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass of the scaled loss. Several calls before `step` accumulate."""
+        """Multiplies `loss` by the loss scale and runs the backward pass.
+
+        Several calls before `step` accumulate gradients.
+        """
         self._follow_wire()
         (loss.float() * self._scale.value).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Updates masters and weights, adjusts the loss scale, and clears the gradients.
+        """Updates the fp32 masters and the weights, adjusts the loss scale, and clears the gradients.
 
-        If a gradient is not finite, only the loss scale changes, on all ranks. With `DataParallel`, all
-        ranks have the same gradients. Without it, the ranks agree on a flag, and this call is a
-        collective.
+        If a gradient is not finite, only the loss scale changes, on all ranks. With `DataParallel`,
+        all ranks have the same gradients. Without `DataParallel`, ranks sum an overflow flag, so all
+        ranks must call this.
         """
         optimizer, scale = self._masters, self._scale
         optimizer.grad_scale = self._divisor()
@@ -126,7 +129,7 @@ class Prepared:
         optimizer.zero_grad(set_to_none=True)
 
     def _divisor(self) -> Tensor:
-        """Returns the divisor of the gradients: the loss scale, increased to clip a too large norm."""
+        """Returns the divisor of the gradients: the loss scale, multiplied to clip too large a norm."""
         scale, gradients = self._scale.value, self._gradients()
         if not self._clip_norm or not gradients:
             return scale
@@ -137,7 +140,7 @@ class Prepared:
         return scale * over
 
     def _agreed_overflow(self) -> Tensor | None:
-        """Returns 1 if any rank has a non-finite gradient, else 0; None if all have equal gradients."""
+        """Returns 1 if any rank has a non-finite gradient, else 0; None if gradients are equal."""
         if not several_ranks() or wire_of(self.model) is not None:
             return None
         flag = torch.zeros((), device=self._policy.device)
@@ -148,7 +151,7 @@ class Prepared:
         return flag
 
     def _follow_wire(self) -> None:
-        """Makes the loss scale dynamic if gradients are exchanged in fp16, at any precision."""
+        """Makes the loss scale dynamic if gradients are sent in fp16, whatever the model's precision."""
         if self._scale.dynamic:
             return
         if wire_of(self.model) == "float16" and several_ranks():
@@ -159,7 +162,7 @@ class Prepared:
         return [p.grad.detach() for group in groups for p in group["params"] if p.grad is not None]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the model's state dict in fp32, with masters instead of half-precision weights."""
+        """Returns the model's state dict in fp32, with the masters instead of half-precision weights."""
         return full_state(self.model, self._masters)
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,12 +260,12 @@ def _prepare(
 ) -> Prepared:  # fmt: skip
     if isinstance(module, DistributedDataParallel):
         raise ConfigError(
-            "module", type(module).__name__, "is already wrapped, and prepare changes formats",
+            "module", type(module).__name__, "is already wrapped, but prepare must change its dtypes",
             "prepare the module first, then wrap prepared.model",
         )  # fmt: skip
     device = _device(module)
     if not 0 <= clip_norm < float("inf"):
-        raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "0 clips nothing")
+        raise ConfigError("clip_norm", clip_norm, "must be 0 or more", "use 0 to disable clipping")
     known = _SCALE_FIELDS | _SHARED_FIELDS
     if isinstance(optimizer, str):
         own = settings_class(OptimSettings, optimizer, "optimizer")
@@ -318,7 +321,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _adopt(module: nn.Module, optimizer: Any, policy: Policy) -> Any:
-    """Rounds the weights of an existing optimizer; its master weights keep the unrounded values."""
+    """Rounds the weights that an existing optimizer updates; its masters keep the unrounded values."""
     kind = type(optimizer).__name__
     if not hasattr(optimizer, "masters"):
         if policy.is_half:

@@ -1,6 +1,7 @@
-"""State dicts as trees of plain values and tensors, which `torch.load(weights_only=True)` reads.
+"""Converts state dicts to plain values and tensors, which `torch.load(weights_only=True)` reads.
 
-Dictionaries with a special key represent NumPy values, and tensors that only rank 0's file contains.
+The result is called a tree. In a tree, dictionaries with a special key represent NumPy values, and
+tensors that only rank 0's file contains.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def encoded(value: Any, where: str) -> Any:
-    """Converts a state to a tree.
+    """Converts a state to plain values and tensors (a tree).
 
     Args:
         value: State to convert.
@@ -72,7 +73,7 @@ def _key(key: Any, where: str) -> Any:
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns a copy of the tree in which `change(tensor)` replaces each tensor, in order."""
+    """Returns a copy of `tree` in which `change(tensor)` replaces each tensor, in order."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -83,14 +84,14 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns all tensors of a tree, in order."""
+    """Returns all tensors of a result of `encoded`, in order."""
     tensors: list[Tensor] = []
     map_tensors(tree, tensors.append)
     return tensors
 
 
 def reference(tensor: Tensor, shared: Mapping[str, int]) -> Any:
-    """Returns a reference to an equal tensor of rank 0, or `tensor` itself if there is none.
+    """Returns a reference to an equal tensor in rank 0's file, or `tensor` itself if there is none.
 
     `shared` maps the content hash of rank 0's tensors to their index.
     """
@@ -99,7 +100,7 @@ def reference(tensor: Tensor, shared: Mapping[str, int]) -> Any:
 
 
 def decoded(tree: Any, shared: list[Tensor]) -> Any:
-    """Converts a tree back to a state. `shared` contains the tensors of rank 0's file."""
+    """Converts the result of `encoded` back to a state. `shared` has the tensors of rank 0's file."""
     if isinstance(tree, dict):
         kind = tree.get(_MARK)
         if kind == "shared":

@@ -1,4 +1,4 @@
-"""Optimizers on fp32 master weights, learning-rate schedules and the scaling rule."""
+"""Optimizers with fp32 master weights, learning-rate schedules, and the scaling of recipes to batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter 2019) and LAMB (You et al. 2020) in mixed precision.
 
-The updates of each parameter are counted on the device, except skipped updates.
+The device counts the updates of each parameter, without skipped updates.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from paceline.optim.state import EXP_AVG, EXP_AVG_SQ, STEP
 
 
 class AdamHyper(NamedTuple):
-    """Hyperparameters of one group of AdamW or LAMB, in the order of the kernels' columns.
+    """Hyperparameters of one parameter group of AdamW or LAMB, in the order in which kernels read them.
 
-    Fields that `lars.Hyper` has too, such as the trust ratio's `eps`, have the same column in both,
+    Fields that `lars.Hyper` has too, such as the trust ratio's `eps`, have the same position in both,
     because the kernels share code.
     """
 
@@ -54,7 +54,7 @@ class AdamHyper(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> AdamHyper:
-        """Reads a parameter group of AdamW or LAMB."""
+        """Reads the hyperparameters of a parameter group of AdamW or LAMB."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return cls(
             float(group["lr"]), beta1, float(group["weight_decay"]), beta2,
@@ -64,7 +64,7 @@ class AdamHyper(NamedTuple):
 
 
 class AdamRule(UpdateRule):
-    """Rule of AdamW and LAMB: w ← w − lr·λ·u, with u as in `AdamW` and λ as in `LAMB`.
+    """The update rule of AdamW and LAMB: w ← w − lr·λ·u, with u and λ as in `LAMB`.
 
     λ is 1 in groups without `adapt`, and therefore in all groups of AdamW.
 
@@ -154,7 +154,7 @@ class AdamRule(UpdateRule):
     def finish(
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Adds 1 to the steps of all updated parameters, unless the kernels have done so."""
+        """Adds 1 to the number of updates of all updated parameters, unless kernels have done so."""
         if optimizer.engine is None:
             done = torch.zeros_like(self.steps)
             put(done, rows, gates.allowed(rows, outcome).to(self.steps.dtype))
@@ -162,7 +162,10 @@ class AdamRule(UpdateRule):
 
 
 def _trust_ratios(weights: Sequence[Tensor], pushes: Sequence[Tensor], hyper: AdamHyper) -> Tensor:
-    """Returns λ = ‖w‖ / (‖u‖ + eps) from the norms; 1 if a squared norm is 0 or λ not finite."""
+    """Returns each weight's trust ratio ‖w‖ / (‖u‖ + eps), from norms of weights and directions u.
+
+    The ratio is 1 if a squared norm is 0 or if it would not be finite.
+    """
     weight, push = torch.stack(list(weights)), torch.stack(list(pushes))
     ratio = weight / (push + hyper.eps)
     if hyper.clip:
@@ -177,16 +180,17 @@ class AdamW(MasterOptimizer):
     m ← β₁m + (1−β₁)g; v ← β₂v + (1−β₂)g²; w ← w − lr·(m̂ / (√v̂ + eps) + βw)
 
     m̂ = m / (1−β₁ᵗ) and v̂ = v / (1−β₂ᵗ), where t counts the parameter's updates. State dicts of
-    `torch.optim.AdamW` can be loaded. `MasterOptimizer` describes the switches on the device.
+    `torch.optim.AdamW` can be loaded. `MasterOptimizer` describes `found_inf` and the other tensors
+    that control a step.
 
     Args:
         params: Parameters or groups, as from `paceline.parameter_groups`.
         lr: Learning rate.
         betas: β₁ and β₂.
         eps: Added to √v̂.
-        weight_decay: β.
-        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
-            if Triton is installed, otherwise list operations.
+        weight_decay: Weight decay β.
+        fused: True for Triton kernels, False for torch's foreach operations. None chooses kernels on
+            CUDA if Triton is installed, otherwise foreach operations.
 
     Example:
         >>> optimizer = AdamW(parameter_groups(model, 0.05), lr=1e-3)
@@ -220,12 +224,12 @@ class LAMB(MasterOptimizer):
         lr: Learning rate.
         betas: β₁ and β₂.
         eps: Added to √v̂.
-        weight_decay: β.
-        clip: Limit λ to 1.
+        weight_decay: Weight decay β.
+        clip: Limit the trust ratio λ to 1.
         trust_eps: Added to ‖u‖ in λ.
         adapt: False to use λ = 1.
-        adapt_bias_norm: True to adapt groups of role `bias_norm` too.
-        fused: Choice of the implementation, as in `AdamW`.
+        adapt_bias_norm: True to compute λ also for groups with the role `bias_norm`.
+        fused: The implementation, as in `AdamW`.
 
     Example:
         >>> optimizer = LAMB(parameter_groups(model, 0.02), lr=5e-3)

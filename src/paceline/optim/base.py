@@ -1,8 +1,8 @@
-"""Defines `MasterOptimizer`, the base of the optimizers; an `UpdateRule` adds the equation.
+"""Defines `MasterOptimizer`, the base class of all optimizers here; an `UpdateRule` adds the equation.
 
 Parameters and gradients are fp32, fp16 or bf16. A step updates fp32 master weights and writes
 half-precision parameters back, without host synchronization. A step runs in Triton kernels if the rule
-has kernels and they are available, otherwise in torch's list operations.
+has kernels and they are available, otherwise in torch's foreach operations.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _PlainOptimizer(Optimizer):
-    """Optimizer whose methods lack torch's wrappers, because those wrappers import the compiler."""
+    """A torch optimizer without torch's wrappers of methods, because they import the compiler."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     state_dict = inspect.unwrap(Optimizer.state_dict)
@@ -63,24 +63,24 @@ class _PlainOptimizer(Optimizer):
 
 
 class MasterOptimizer(_PlainOptimizer):
-    """Updates fp32 master weights by a rule, with switches on the device.
+    """Updates fp32 master weights by an `UpdateRule`. Tensors on the device decide whether it updates.
 
     Args:
         params: Parameters or parameter groups.
         defaults: Hyper-parameters of groups that do not set their own. Missing hyper-parameters have
             the defaults of the rule.
         rule: Creates the `UpdateRule`: a subclass, or a `functools.partial` of a subclass.
-        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
-            if Triton is installed. `path` has the resulting choice.
+        fused: True for Triton kernels, False for torch's foreach operations. None chooses kernels on
+            CUDA if Triton is installed. The property `path` has the resulting choice.
         adapt_bias_norm: False to switch the trust ratio off in groups with the role `bias_norm` that do
             not set `adapt`.
 
     Attributes:
-        grad_scale: Scalar by which the step divides the gradients; None to leave them unchanged.
-        found_inf: If not zero, the step changes nothing. None is equivalent to zero.
-        hold: If not zero, the step changes nothing. None is equivalent to zero.
-        active: One value per parameter in group order. The step neither updates nor checks the
-            parameters whose value is 0.
+        grad_scale: Scalar by which a step divides the gradients; None to leave them unchanged.
+        found_inf: Scalar; if it is not zero, a step changes nothing. None is equivalent to zero.
+        hold: Scalar with the same effect as `found_inf`, for other reasons than an overflow.
+        active: One value per parameter in group order. A step neither updates nor checks the
+            parameters whose value is 0. None is equivalent to ones.
         overflow: 1 after a step in which a gradient, or its squared norm, was not finite in fp32. Such
             a step changes nothing.
         shared: If set, ranks share the matrix products of a rule that `has_products`.
@@ -112,7 +112,7 @@ class MasterOptimizer(_PlainOptimizer):
         self._new_rule = rule
         self._set_up()
         if fused and not self.rule.has_kernels:
-            raise ValueError("fused = True: the rule has no kernels; use fused=None")
+            raise ValueError("fused = True: this optimizer has no fused kernels; use fused=None")
         defaults = {**getattr(self.rule.Hyper, "_field_defaults", {}), **defaults}
         self.rule.check(defaults)
         super().__init__(params, defaults)
@@ -154,7 +154,7 @@ class MasterOptimizer(_PlainOptimizer):
 
     @property
     def path(self) -> str:
-        """The implementation of the step: `triton` or `foreach`."""
+        """The implementation of a step: `triton` or `foreach`."""
         device = self._device()
         if self.fused is None:
             usable = (
@@ -223,7 +223,7 @@ class MasterOptimizer(_PlainOptimizer):
         return self._outcome
 
     def parts(self) -> list[dict[str, Any]]:
-        """Returns the groups, after `UpdateRule.parts` has split each."""
+        """Returns the parameter groups, split by `UpdateRule.parts`."""
         return [part for group in self.param_groups for part in self.rule.parts(group)]
 
     def parameters(self) -> list[Tensor]:
@@ -282,7 +282,7 @@ class MasterOptimizer(_PlainOptimizer):
         return rows
 
     def _gradient(self, index: int, group: int, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Returns the gradient with the parameter's memory layout and a dtype in `FORMATS`."""
+        """Returns `gradient` with the parameter's memory layout and a dtype in `FORMATS`."""
         if gradient.layout != torch.strided:
             raise RunError(
                 f"sparse gradient for a parameter of shape {tuple(parameter.shape)} in group {group}",
@@ -298,29 +298,29 @@ class MasterOptimizer(_PlainOptimizer):
         return copy.copy_(gradient)
 
     def masters(self) -> list[Tensor]:
-        """Returns the fp32 master of each parameter; an fp32 parameter is its own master."""
+        """Returns the fp32 master weights of each parameter; an fp32 parameter is its own master."""
         self._ready()
         return [self.state[p].get(MASTER, p) for p in self.parameters()]
 
     def state_bytes(self) -> int:
-        """Returns the size of all optimizer state in bytes, including masters."""
+        """Returns the size of all optimizer state in bytes, including master weights."""
         self._ready()
         return sum(tensor_bytes(self.state[p]) for p in self.parameters())
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Copies each parameter into its master. Call this after you load weights into the model."""
+        """Copies each parameter to its master weights. Call this after loading weights into the model."""
         for master, parameter in zip(self.masters(), self.parameters(), strict=True):
             if master is not parameter:
                 master.copy_(parameter)
 
     def trust_ratios(self) -> list[float]:
-        """Returns λ of each parameter in the last step; 1 without adaptation. Synchronizes."""
+        """Returns each parameter's trust ratio in the last step; 1 if it has none. Synchronizes."""
         return [float(ratio) for ratio in self._ready().ratios.tolist()]
 
     @property
     def bad(self) -> Tensor:
-        """1 for each parameter whose gradient was not finite in the last step; on the device."""
+        """A tensor on the device with 1 for each parameter whose last gradient was not finite, else 0."""
         return self._ready().bad
 
     def nonfinite(self) -> list[int]:
@@ -373,5 +373,5 @@ class MasterOptimizer(_PlainOptimizer):
 
 
 def tensor_bytes(state: Mapping[str, Any]) -> int:
-    """Returns the total size of the tensors in a state, in bytes."""
+    """Returns the total size in bytes of the tensors in a parameter's state."""
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

@@ -1,7 +1,7 @@
 """Reads `optim.batch_schedule`, which makes the global batch grow during training.
 
-The setting is a list of (epoch, global batch) or a rule. Both become the stages of the run's
-`BatchPlan`. This module does not import torch.
+The setting is a list of epochs and global batches, or a rule such as `x4`. Both become pairs (epoch,
+global batch), called the stages of the run's `BatchPlan`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _STAGE = re.compile(r"(\d{1,9}(?:\.\d+)?):(\d{1,9})", re.ASCII)
 
 @dataclass(frozen=True)
 class BatchGrowth:
-    """The growth of the global batch, given by a list or a rule. False if the batch is constant.
+    """The growth of the global batch, given by a list or a rule. It is falsy if the batch is constant.
 
     Attributes:
-        text: Value of the setting.
-        stages: (first epoch, global batch) of each entry, if the setting is a list.
-        factor: Factor of each growth, if the setting is a rule; otherwise 1.
+        text: Value of the setting `optim.batch_schedule`.
+        stages: Pairs (first epoch, global batch), if the setting is a list.
+        factor: Factor by which the batch grows each time, if the setting is a rule; otherwise 1.
         limit: Largest batch of a rule; None without a limit.
     """
 
@@ -51,14 +51,14 @@ class BatchGrowth:
         stages = tuple(_stage(text, part) for part in written.split(","))
         epochs = [epoch for epoch, _ in stages]
         if epochs != sorted(set(epochs)):
-            raise ConfigError(FIELD, text, "epochs must rise", "sort the list by epoch")
+            raise ConfigError(FIELD, text, "epochs are not in order", "sort the list by epoch")
         return cls(text, stages)
 
     def __bool__(self) -> bool:
         return bool(self.stages) or self.factor > 1
 
     def first_batch(self, global_batch: int | None) -> int | None:
-        """Returns the batch of the first step: the list's entry for epoch 0, or `global_batch`.
+        """Returns the global batch of the first step: the list's entry for epoch 0, or `global_batch`.
 
         Raises:
             ConfigError: If both are set and differ.
@@ -74,15 +74,15 @@ class BatchGrowth:
         return first
 
     def after(self, first: int, micro_batch: int, decay_epochs: Sequence[float]) -> Stages:
-        """Computes the stages after the first batch.
+        """Computes when and to what size the batch grows after the first step.
 
         Args:
             first: First global batch of the run.
-            micro_batch: Size of a micro-batch. Every batch must be a multiple of it.
+            micro_batch: Size of a micro-batch. Every global batch must be a multiple of it.
             decay_epochs: Epochs at which a rule multiplies the batch.
 
         Returns:
-            Epoch and new global batch of each growth.
+            Pairs of epoch and new global batch.
 
         Raises:
             ConfigError: If a batch is not a multiple of `micro_batch`.
@@ -131,7 +131,7 @@ def largest_micro_batch(batch: int, ranks: int, most: int) -> int:
     divides the batch, and no rank has more than 4/3 of an even part.
 
     Args:
-        batch: Number of samples in a step.
+        batch: Number of samples in a step, over all ranks.
         ranks: Number of ranks.
         most: Largest micro-batch.
     """
@@ -149,13 +149,13 @@ def largest_micro_batch(batch: int, ranks: int, most: int) -> int:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """Returns text with the multiples of `unit` above 0 next to `value`, such as `128 or 192`."""
+    """Returns a text with the multiples of `unit` above 0 next to `value`, such as `128 or 192`."""
     below, above = value // unit * unit, (value // unit + 1) * unit
     return f"{below} or {above}" if below else str(above)
 
 
 def describe_stages(first: int, stages: Stages) -> str:
-    """Returns text such as `256, from epoch 8 on 1,024, from epoch 12 on 4,096`."""
+    """Returns a text such as `256, from epoch 8 on 1,024, from epoch 12 on 4,096`."""
     return ", ".join([f"{first:,}", *(f"from epoch {epoch:g} on {b:,}" for epoch, b in stages)])
 
 

@@ -74,14 +74,14 @@ def _create_from_rule(
     lr: float,
     fused: bool | None = None,
 ) -> MasterOptimizer:
-    """Creates an optimizer with a user's rule; `optim.arguments` sets the rule's hyper-parameters."""
+    """Creates an optimizer with a registered rule; `optim.arguments` has its hyper-parameters."""
     check_rule(rule)
     arguments = settings.arguments_table()
     fields = rule.Hyper._fields
     if unknown := sorted(set(arguments) - set(fields)):
         raise ConfigError(
             "optim.arguments", settings.arguments,
-            f"{settings.name} has no {unknown[0]!r}", f"it has {', '.join(fields)}",
+            f"{settings.name} has no argument {unknown[0]!r}", f"its arguments are {', '.join(fields)}",
         )  # fmt: skip
 
     def create(copies: list[dict[str, Any]]) -> MasterOptimizer:
@@ -95,7 +95,7 @@ def _create_from_rule(
 def _create_class(
     settings: OptimSettings, groups: Sequence[dict[str, Any]], lr: float
 ) -> MasterOptimizer:
-    """Creates the optimizer if `optim.name` has the form `module:Class`."""
+    """Creates the optimizer that `optim.name` names as `module:Class`."""
     imported = import_object("optim.name", settings.name)
     # A recipe file may name anything in torch.optim (config/trust.py), even what is not an optimizer.
     of_torch = settings.name.startswith("torch.optim:")
@@ -119,7 +119,7 @@ _STEM = re.compile(r"(conv1|bn1|norm1|norm0|features\.0|stem)(\.|$)")
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Returns the layer number, counted from 0, of each parameter by parameter name.
+    """Returns the number of the layer, from 0, to which each parameter belongs, by parameter name.
 
     In a timm model, the model's `group_matcher` defines the layers. In any other model a layer is a child
     of the model, such as a stage of a ResNet, or a member of a list, such as `blocks.3` or `features.4`.
@@ -178,7 +178,7 @@ def with_layer_decay(
     last = max(numbers.values())
     if last == 0:
         raise ConfigError(
-            "optim.layer_decay", decay, "this model has a single layer", "leave it at 1"
+            "optim.layer_decay", decay, "has no effect on a model with one layer", "leave it at 1"
         )
     split = []
     for group in groups:
@@ -192,7 +192,7 @@ def with_layer_decay(
 
 
 def describe_layers(groups: Sequence[dict[str, Any]]) -> str:
-    """Describes the range of the layers' learning rates; empty if all layers have the same rate."""
+    """Describes the range of learning rates of the layers; "" if all layers have the same rate."""
     scales = {group.get("lr_scale", 1.0) for group in groups}
     if scales == {1.0}:
         return ""

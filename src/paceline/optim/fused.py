@@ -1,8 +1,9 @@
-"""Runs optimizer steps in Triton kernels: a few launches over all tensors.
+"""Runs optimizer steps in Triton kernels, with a few launches for all parameters.
 
-`FusedStep` keeps tables of addresses on the device and rebuilds them only if an address changed.
-Each subclass (`LarsStep`, `AdamStep`, `fused_muon.MuonStep`) launches the kernels of one kind of
-optimizer. Nothing here synchronizes with the device, and no allocation depends on tensor values.
+The kernels find the tensors in a table of memory addresses on the device. `FusedStep` builds this
+table and rebuilds it only if an address changed. Each subclass (`LarsStep`, `AdamStep`,
+`fused_muon.MuonStep`) launches the kernels of one kind of optimizer. Nothing here synchronizes with
+the device, and no allocation depends on tensor values.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def triton_unavailable(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Chunks [first, first + count) of tensors with equal dtypes and alignment; they share launches."""
+    """The chunks of one kernel launch, from tensors with the same dtypes and alignment."""
 
     gradient: torch.dtype
     parameter: torch.dtype
@@ -55,14 +56,16 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """The part of the tables that depends only on dtypes, sizes and alignment.
+    """How the tensors of a step are divided into chunks, one for each program of a kernel.
+
+    The layout depends only on dtypes, sizes and alignment, so it stays valid if addresses change.
 
     Attributes:
-        key: dtypes, sizes and alignment of all rows.
-        order: Positions of the rows, sorted by bucket.
+        key: dtypes, sizes and alignment of the tensors of all parameters.
+        order: Positions of the parameters in the step, sorted by bucket.
         first_chunks: Index of the first chunk of each tensor, in the sequence of `order`.
         chunk_tensor: Index of the tensor that contains each chunk.
-        partials: Memory for partial sums.
+        partials: Memory for sums of squares over chunks.
         buckets: Ranges of chunks; each kernel is launched once per bucket.
     """
 
@@ -76,7 +79,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tables:
-    """Device table with the addresses of all tensors in a step."""
+    """The addresses of all tensors in a step, in a tensor on the device, and their layout."""
 
     key: tuple[Any, ...]
     layout: Layout
@@ -85,10 +88,11 @@ class Tables:
 
 @dataclass
 class FusedStep(ABC):
-    """Runs a step in Triton kernels; keeps the tables of the last step, and constants for unset switches.
+    """Runs an optimizer step in Triton kernels; keeps its table of tensor addresses for the next step.
 
     Attributes:
-        buffers: Names of the rule's buffers, at most two, in the order of the kernels' table.
+        buffers: Names of the optimizer's state buffers, at most two, in the order in which kernels
+            read them.
     """
 
     buffers: tuple[str, ...]
@@ -97,13 +101,13 @@ class FusedStep(ABC):
     _captured: list[tuple[Any, ...]] = field(default_factory=list)  # kept alive for captured graphs
 
     def run(self, rows: Sequence[Row], hyper: Tensor, gates: Gates, outcome: Outcome) -> None:
-        """Launches one step on the current stream."""
+        """Launches the kernels of one step on the current stream."""
         tables = self.ready(rows, hyper, outcome)
         with on_device(hyper.device):
             self.launch(tables, hyper, gates, outcome)
 
     def ready(self, rows: Sequence[Row], hyper: Tensor, outcome: Outcome) -> Tables:
-        """Returns the tables for `rows`; reuses the tables of the last step if no address changed."""
+        """Returns the address table for `rows`: that of the last step if no address has changed."""
         device = hyper.device
         in_graph = capturing(device)
         key = tuple(_address_key(row, self.buffers) for row in rows)
@@ -122,7 +126,7 @@ class FusedStep(ABC):
         return self._tables
 
     def _build(self, rows: Sequence[Row], key: tuple[Any, ...], outcome: Outcome) -> Tables:
-        """Builds the tables; keeps the layout if dtypes, sizes and alignment are unchanged."""
+        """Builds the address table; keeps the layout if dtypes, sizes and alignment are unchanged."""
         device = outcome.bad.device
         layout_key = tuple(map(self._layout_key, rows, key))
         layout = None if self._tables is None else self._tables.layout
@@ -139,17 +143,17 @@ class FusedStep(ABC):
         return Tables(key, layout, to_device(table, device))
 
     def _layout_key(self, row: Row, addresses: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns dtypes and alignment, which define the bucket of a row, followed by index and size."""
+        """Returns dtypes and alignment, which determine a row's kernel launch, its index and its size."""
         sizes = row.gradient.element_size(), row.parameter.element_size()
         align = ALIGN if self._is_aligned(row, addresses) else min(sizes)
         return row.gradient.dtype, row.parameter.dtype, align, row.index, row.parameter.numel()
 
     def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
-        """Returns True if all memory of a row can be read and written 16 bytes at a time."""
+        """Returns True if all tensors of a row can be read and written 16 bytes at a time."""
         return all(address % ALIGN == 0 for address in addresses[2:])
 
     def _switches(self, gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns scale, found_inf, hold and active of `gates`; constants replace unset switches."""
+        """Returns `grad_scale`, `found_inf`, `hold` and `active` of a step, with constants for None."""
         assert self._constants is not None
         zero, one, ones = self._constants
         return (
@@ -310,5 +314,5 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to `device` asynchronously."""
+    """Copies the CPU tensor `host` to `device` asynchronously."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,10 +1,10 @@
 """Runs a Muon step in about 25 launches of Triton kernels: momentum, matrix products and update.
 
 The averaged gradients of all matrices are orthogonalized together, in bf16 on GPUs and in fp32 in
-Triton's interpreter, from padded copies that keep their memory between steps. The tiles of all matrices
-share a launch, the longest first, so that no processor waits for the last tiles. The kernels of LARS
-update the parameters that Muon does not. No function here synchronizes with the device, and none
-allocates device memory after the first step.
+Triton's interpreter, from padded copies that keep their memory between steps. One launch computes the
+tiles of all matrices, those with the longest sums first, so that no processor waits for the last
+tiles. The kernels of LARS update the parameters that Muon does not. No function here synchronizes with
+the device, and none allocates device memory after the first step.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def products_unavailable(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Memory and tables of the matrix products, with matrices in the order of `layout`.
+    """Memory for the matrix products, and lists of tiles, with matrices in the order of `layout`.
 
     Attributes:
-        gram_tiles: Matrix, row and column of each tile of X·Xᵀ.
-        polynomial_tiles: Matrix, row and column of each tile of the polynomial of X·Xᵀ.
-        apply_tiles: Matrix, row and column of each tile of the polynomial's product with X.
+        gram_tiles: Indices (matrix, row, column) of each tile of X·Xᵀ.
+        polynomial_tiles: Indices (matrix, row, column) of each tile of the polynomial of X·Xᵀ.
+        apply_tiles: Indices (matrix, row, column) of each tile of the polynomial's product with X.
         results: Orthogonalized matrices, one after the other, with padding.
     """
 
@@ -85,10 +85,10 @@ class _Matrices:
 
 @dataclass
 class MuonStep(FusedStep):
-    """Launches Muon for the parameters in `groups` and LARS for all other parameters.
+    """Launches the kernels of Muon for the parameters in `groups`, and those of LARS for all others.
 
     Attributes:
-        groups: Indices of the groups whose updates are orthogonalized.
+        groups: Indices of the parameter groups whose updates are orthogonalized.
     """
 
     buffers: tuple[str, ...] = (MOMENTUM,)
@@ -116,7 +116,7 @@ class MuonStep(FusedStep):
             self.launch(tables, hyper, gates, outcome)
 
     def _place(self, layout: Layout, rows: Sequence[Row], device: torch.device) -> None:
-        """Creates memory and tables for the matrix products, or keeps the ones of the last step."""
+        """Creates memory and tile lists for the matrix products, or keeps the ones of the last step."""
         matrices, in_graph = self._matrices, capturing(device)
         if matrices is None or matrices.layout is not layout:
             if in_graph:
@@ -134,7 +134,7 @@ class MuonStep(FusedStep):
             self._kept.append(matrices)
 
     def _is_aligned(self, row: Row, addresses: tuple[Any, ...]) -> bool:
-        """Returns False for a padded matrix too: the gaps between its rows need a separate bucket."""
+        """Returns False also for a padded matrix, whose rows have gaps and need separate launches."""
         pads = row.parameter[0].numel() % TILING.depth != 0
         return not pads and super()._is_aligned(row, addresses)
 
@@ -216,7 +216,7 @@ def rows_are_outermost(parameter: Tensor) -> bool:
 
 
 def _create(layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.device) -> _Matrices:
-    """Creates memory and tables for matrices of `shapes`; `layout.order` indexes `shapes`."""
+    """Creates memory and tile lists for matrices of `shapes`; `layout.order` indexes `shapes`."""
     tiling = TILING
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     by_row, length, square_length = _place_all(shapes, tiling.depth)
@@ -267,13 +267,14 @@ def _create(layout: Layout, shapes: Sequence[tuple[int, int]], device: torch.dev
 
 
 class _Place(NamedTuple):
-    """The position of one matrix in the shared memory.
+    """The position of one matrix in the memory that all matrices share.
 
     Attributes:
         shape: Numbers of rows and columns without padding.
         padded: Numbers of rows and columns with padding.
         start: Offset of the matrix in the results and in the sources, in elements.
-        square: Offset of its symmetric products in each half of their memory, in elements.
+        square: Offset of its symmetric products (X·Xᵀ and the polynomial) in their memory, in
+            elements.
     """
 
     shape: tuple[int, int]

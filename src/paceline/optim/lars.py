@@ -19,7 +19,7 @@ from paceline.optim.state import MOMENTUM
 
 
 class Hyper(NamedTuple):
-    """Hyper-parameters of one group, in the order of the kernels' columns."""
+    """Hyper-parameters of one parameter group of LARS or SGD, in the order in which kernels read them."""
 
     lr: float
     momentum: float
@@ -33,7 +33,7 @@ class Hyper(NamedTuple):
 
 
 class LarsRule(UpdateRule):
-    """Rule of LARS and, with `adapt=False`, of SGD; `LARS` and `SGD` state the equations."""
+    """The update rule of LARS and, with `adapt=False`, of SGD; `LARS` and `SGD` have the equations."""
 
     Hyper: ClassVar[Any] = Hyper
     buffers = (MOMENTUM,)
@@ -68,7 +68,10 @@ class LarsRule(UpdateRule):
 
 
 def _trust_ratios(weights: Sequence[Tensor], norms: Sequence[Tensor], hyper: Hyper) -> Tensor:
-    """Returns λ of each weight in the dtype of `norms`; 1 if a squared norm is 0 or λ not finite."""
+    """Returns the trust ratio λ of each weight, as in `LARS`, from norms of weights and gradients.
+
+    λ is 1 if a squared norm is 0 or if λ would not be finite.
+    """
     weight_norm, gradient_norm = torch.stack(norms_of(weights)), torch.stack(list(norms))
     below = gradient_norm + hyper.weight_decay * weight_norm + hyper.eps
     ratio = hyper.trust_coefficient * weight_norm / below
@@ -85,7 +88,7 @@ class LARS(MasterOptimizer):
     λ = η‖w‖ / (‖g‖ + β‖w‖ + eps); v ← m·v + lr·λ·(g + βw); w ← w − v
 
     λ is 1 if a norm is 0, and in groups with `adapt=False`. A group may override each hyper-parameter.
-    `MasterOptimizer` describes the switches on the device.
+    `MasterOptimizer` describes `found_inf` and the other tensors that control a step.
 
     Args:
         params: Parameters or groups, as from `paceline.parameter_groups`.
@@ -98,9 +101,9 @@ class LARS(MasterOptimizer):
         lr_in_momentum: False for v ← m·v + λ(g + βw); w ← w − lr·v.
         clip: Use min(λ/lr, 1) instead of λ, so that the local rate never exceeds `lr` (LARC).
         adapt: False to use λ = 1.
-        adapt_bias_norm: True to adapt groups of role `bias_norm` too.
-        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
-            if Triton is installed, otherwise list operations.
+        adapt_bias_norm: True to compute λ also for groups with the role `bias_norm`.
+        fused: True for Triton kernels, False for torch's foreach operations. None chooses kernels on
+            CUDA if Triton is installed, otherwise foreach operations.
 
     Example:
         >>> optimizer = LARS(parameter_groups(model, 5e-5), lr=11.0)
@@ -133,7 +136,7 @@ class LARS(MasterOptimizer):
 
 
 class SGD(MasterOptimizer):
-    """Momentum SGD as in torch, with fp32 masters and switches on the device.
+    """Momentum SGD as in torch, with fp32 master weights.
 
     v ← m·v + (g + βw); w ← w − lr·v
 
@@ -143,7 +146,7 @@ class SGD(MasterOptimizer):
         momentum: Momentum m.
         weight_decay: Weight decay β.
         nesterov: Use Nesterov momentum.
-        fused: Choice of the implementation, as in `LARS`.
+        fused: The implementation, as in `LARS`.
 
     Example:
         >>> optimizer = SGD(parameter_groups(model, 5e-4), lr=0.1)

@@ -1,8 +1,8 @@
 """Muon: LARS along orthogonalized momentum, for batches so large that LARS has too few steps.
 
-The update direction of a filter is the filter's momentum with all singular values made equal (K. Jordan
-et al. 2024). With Triton the whole step runs in kernels (`fused_muon`). Otherwise torch's list operations
-compute the update directions, and the update of LARS applies them.
+The update direction of a filter is the filter's momentum with all singular values made equal (K.
+Jordan et al. 2024). With Triton the whole step runs in kernels (`fused_muon`). Otherwise torch's
+foreach operations compute the update directions, and the update of LARS applies them.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def split_matrices(group: dict[str, Any], least_dims: int) -> tuple[list[Any], l
 
 
 class MuonRule(UpdateRule):
-    """Rule of Muon: LARS along u = O(v)·‖v‖ in groups with `orthogonal`, plain LARS in all others.
+    """The update rule of Muon: LARS along u = O(v)·‖v‖ in groups with `orthogonal`, else plain LARS.
 
-    `begin` computes v and u, and `update` applies u as LARS would apply a gradient. With Triton kernels,
-    `MuonStep` does both. `Muon` states the equations.
+    `begin` computes v and u, and `update` applies u as LARS would apply a gradient. With Triton
+    kernels, `MuonStep` does both. `Muon` has the equations.
     """
 
     Hyper: ClassVar[Any] = Hyper
@@ -152,7 +152,7 @@ class MuonRule(UpdateRule):
 
     @torch.no_grad()
     def _measure_references(self, optimizer: MasterOptimizer) -> None:
-        """Measures the reference norms of matrices with `fixed_steps` that do not have one yet."""
+        """Measures the initial norm r of matrices with `fixed_steps` for which it is not known yet."""
         self.knows_references = True
         if not (matrices := _fixed(optimizer)):
             return
@@ -163,9 +163,9 @@ class MuonRule(UpdateRule):
             reference.copy_(torch.where(reference > 0, reference, measured))
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Replaces gradients by orthogonalized update directions and keeps new momenta in `_next`.
+        """Replaces gradients by orthogonalized update directions, and stores the new momenta in `_next`.
 
-        If `MuonStep` runs the step, returns the rows unchanged.
+        If `MuonStep` runs the step in kernels, returns `rows` unchanged.
         """
         param_groups = optimizer.parts()
         numbers = [n for n, group in enumerate(param_groups) if group["orthogonal"]]
@@ -208,7 +208,7 @@ class MuonRule(UpdateRule):
     def _with_lengths(
         self, groups: Sequence[dict[str, Any]], rows: Sequence[Row], directions: list[Tensor]
     ) -> list[Tensor]:
-        """Scales the directions in groups with `fixed_steps` to the length η times reference norm."""
+        """Scales the directions in groups with `fixed_steps` to the length η·r, with r as in `Muon`."""
         places = [i for i, row in enumerate(rows) if _is_fixed(groups[row.group])]
         if not places:
             return directions
@@ -223,9 +223,10 @@ class MuonRule(UpdateRule):
     def _averaged(
         self, rows: Sequence[Row], values: Tensor, scale: Tensor | None
     ) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Returns the averaged gradients of a group, and one flag per parameter for a zero gradient.
+        """Returns the gradients of a group averaged by momentum, and flags for gradients that are zero.
 
-        Uses list operations, because launching a kernel costs more than the arithmetic of a small tensor.
+        Uses foreach operations, because launching a kernel costs more than the arithmetic of a small
+        tensor.
         """
         momentum, nesterov = values[_MOMENTUM], values[_NESTEROV]
         momenta = [self._buffer(self._next, row) for row in rows]
@@ -270,11 +271,12 @@ class Muon(MasterOptimizer):
 
     v ← m·v + (1−m)·g; u = O(v)·‖v‖; λ = η‖w‖ / (‖u‖ + β‖w‖ + eps); w ← w − lr·λ·(u + βw)
 
-    O makes all singular values equal. With `nesterov`, (1−m)·g + m·v replaces v. These equations apply
-    to groups with `orthogonal=True`, whose tensors are matrices with one row per output. Groups with
-    `orthogonal=False` are updated by LARS. A group without the key is split. If the group has a role, as
-    from `paceline.parameter_groups`, the filters of convolutions are orthogonalized, otherwise all
-    matrices. The remaining parameters of the group are updated by LARS with η·(1−m).
+    O(v) is v with all singular values made equal. With `nesterov`, (1−m)·g + m·v replaces v. These
+    equations apply to groups with `orthogonal=True`, whose tensors are matrices with one row per
+    output. Groups with `orthogonal=False` are updated by LARS. A group without the key `orthogonal` is
+    split. If the group has a role, as from `paceline.parameter_groups`, the filters of convolutions
+    are orthogonalized, otherwise all matrices. The remaining parameters of the group are updated by
+    LARS with η·(1−m).
 
     v is an average, so momentum does not multiply the rate. For steps as long as in LARS, η must be
     1/(1−m) times as large. With a zero gradient only the decay applies, at λ = 1, and v keeps decaying.
@@ -298,9 +300,9 @@ class Muon(MasterOptimizer):
         eps: Added to the denominator of λ.
         nesterov: Use Nesterov momentum.
         adapt: False to use λ = 1.
-        adapt_bias_norm: True to adapt groups of role `bias_norm` too.
-        fused: True for Triton kernels, False for torch's list operations. None chooses kernels on CUDA
-            if Triton is installed, otherwise list operations.
+        adapt_bias_norm: True to compute λ also for groups with the role `bias_norm`.
+        fused: True for Triton kernels, False for torch's foreach operations. None chooses kernels on
+            CUDA if Triton is installed, otherwise foreach operations.
         products: Implementation of the matrix products on a GPU: `torch`, or `auto` for Triton kernels
             unless ranks share the products or steps have a fixed length.
 
@@ -340,12 +342,12 @@ class Muon(MasterOptimizer):
 
     @property
     def muon(self) -> MuonRule:
-        """The optimizer's rule."""
+        """The optimizer's rule as a `MuonRule`."""
         assert isinstance(self.rule, MuonRule)
         return self.rule
 
     def describe(self) -> str:
-        """Describes the rule, the implementation, and the orthogonalized and shared matrices."""
+        """Describes the implementation, and which matrices are orthogonalized and shared among ranks."""
         notes = [super().describe()]
         if any(p.dim() == 2 for p in _matrices(self)):
             notes.append("linear layers orthogonalized too")
@@ -371,7 +373,7 @@ class Muon(MasterOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of Muon or of another optimizer.
 
-        Groups whose saved entry has no key `orthogonal` keep their current value of this key.
+        If a saved group has no key `orthogonal`, the current value of this key stays.
         """
         saved = list(state_dict["param_groups"])
         if len(saved) == len(self.param_groups):
@@ -392,7 +394,7 @@ class Muon(MasterOptimizer):
         self.muon.knows_references = False
 
     def reset_masters(self) -> None:
-        """Copies the parameters into their masters and measures the reference norms again."""
+        """Copies the parameters to their master weights and measures the norms for fixed steps again."""
         super().reset_masters()
         for p in _fixed(self):
             self.state[p][REFERENCE].zero_()
@@ -417,5 +419,5 @@ def _matrices(optimizer: MasterOptimizer) -> list[Tensor]:
 
 
 def _fixed(optimizer: MasterOptimizer) -> list[Tensor]:
-    """Returns the matrices whose updates have a fixed norm (groups with `fixed_steps`)."""
+    """Returns the matrices whose updates have a fixed length (groups with `fixed_steps`)."""
     return [p for part in optimizer.parts() if _is_fixed(part) for p in part["params"]]

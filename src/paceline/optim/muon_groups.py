@@ -35,10 +35,11 @@ def create_muon(
 
 
 def _orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
-    """Resolves `auto` to `all` if linear layers have at least as many weights as convolutions.
+    """Returns the value of `optim.muon.orthogonal`, with `auto` replaced by `all` or `filters`.
 
-    Otherwise resolves it to `filters`. `all` results for perceptrons, transformers and ConvNeXt. Ignores
-    the last linear layer, the classifier, because it is large in every net with many classes.
+    `auto` means `all` if linear layers have at least as many weights as convolutions, as in
+    perceptrons, transformers and ConvNeXt, otherwise `filters`. The last linear layer, the classifier,
+    does not count, because it is large in every network with many classes.
     """
     if wanted != "auto":
         return wanted
@@ -49,10 +50,11 @@ def _orthogonal_layers(wanted: str, groups: Sequence[dict[str, Any]]) -> str:
 
 
 def _has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> bool:
-    """Resolves `auto` to True if the network has fewer norm layers than orthogonalized matrices.
+    """Returns True if `optim.muon.steps` means steps of a fixed length, independent of weight norms.
 
-    In that case at least one matrix is not followed by a norm layer, and the growth of this matrix is
-    not limited. Ignores one linear layer, the classifier, unless it is the only matrix.
+    With `auto`, this is the case if the network has fewer norm layers than orthogonalized matrices:
+    then some matrix is not followed by a norm layer, and its growth is not limited. One linear layer,
+    the classifier, does not count, unless it is the only matrix.
     """
     hidden = len(matrices) - any(p.dim() == 2 for p in matrices)
     needed = max(hidden, 1) if matrices else 0
@@ -60,7 +62,7 @@ def _has_fixed_steps(wanted: str, matrices: Sequence[Tensor], norms: int) -> boo
 
 
 def fixed_step_factor(bare: int) -> float:
-    """Returns a factor, at most 1, for the length of fixed steps.
+    """Returns a factor, at most 1, for the length of steps with `fixed_steps` (see `Muon`).
 
     The output changes of L layers without a norm layer add up to √L times the change of one layer.
 
@@ -73,7 +75,7 @@ def fixed_step_factor(bare: int) -> float:
 def _muon_groups(
     settings: MuonSettings, momentum: float, groups: Sequence[dict[str, Any]], norms: int
 ) -> list[dict[str, Any]]:
-    """Splits groups into groups of orthogonalized tensors and groups of all other tensors."""
+    """Splits parameter groups into groups of orthogonalized tensors and groups of all other tensors."""
     least_dims = 3 if _orthogonal_layers(settings.orthogonal, groups) == "filters" else 2
     matrices = [p for group in groups for p in split_matrices(group, least_dims)[0]]
     fixed = _has_fixed_steps(settings.steps, matrices, norms)

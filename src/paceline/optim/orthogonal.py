@@ -1,8 +1,8 @@
 """Orthogonalizes matrices by Newton-Schulz iteration, on one rank or divided among ranks.
 
-Matrices of one shape are batched. With `SharedProducts`, each rank iterates on a part of the matrices.
-The results are gathered in the dtype of the computation (fp32 on CPUs, bf16 on GPUs), so no accuracy is
-lost. Every rank computes the norms and the scaling of all matrices, because this is cheap.
+Matrices of one shape are batched. With `SharedProducts`, each rank computes a part of the matrices.
+The results are gathered in the dtype of the computation (fp32 on CPUs, bf16 on GPUs), so no accuracy
+is lost. Every rank computes the norms and the scaling of all matrices, because this is cheap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def product_cost(rows: int, columns: int) -> int:
 
 
 def share_out(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
-    """Assigns matrices to ranks: the costliest first, each to the rank with the least work so far.
+    """Assigns matrix products to ranks: the costliest first, each to the rank with the least work.
 
     The largest load of a rank is at most 4/3 of the smallest possible value (Graham 1969).
 
@@ -53,14 +53,14 @@ def share_out(shapes: Sequence[tuple[int, int]], ranks: int) -> list[int]:
 
 @dataclass(eq=False)
 class SharedProducts:
-    """The ranks that share matrix products, and the collective that gathers the results.
+    """Divides the matrix products of Muon among ranks, and gathers the results.
 
     Attributes:
         rank: Index of this rank.
         ranks: Number of ranks.
-        gather: `gather(rows, lengths)` completes a tensor with one row per rank, in which each rank has
-            filled its own row. Row r has `lengths[r]` valid elements. All ranks make the same calls. A
-            CUDA graph can capture `gather` if the collective supports capture.
+        gather: A collective. `gather(rows, lengths)` completes a tensor with one row per rank, in
+            which each rank has filled its own row. Row r has `lengths[r]` valid elements. A CUDA graph
+            can capture `gather` if the backend supports this.
     """
 
     rank: int
@@ -79,14 +79,14 @@ class SharedProducts:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, sorted by the rank that iterates on them.
+    """Matrices of one shape, sorted by the rank that computes them.
 
     Attributes:
         places: Positions of the matrices in the list of tensors.
         norms: Norms of all matrices of the batch.
-        own: The matrices on which this rank iterates, divided by their norms.
+        own: The matrices that this rank computes, divided by their norms.
         turned: True if the matrices in `own` are transposed, to have no more rows than columns.
-        counts: Number of matrices on which each rank iterates.
+        counts: Number of matrices that each rank computes.
     """
 
     places: list[int]
@@ -171,7 +171,7 @@ def _batch(
 
 
 def _gathered(batches: Sequence[_Batch], shared: SharedProducts) -> list[Tensor]:
-    """Iterates on this rank's matrices and gathers the results of all ranks by one collective.
+    """Orthogonalizes this rank's matrices, and gathers the results of all ranks by one collective.
 
     Returns:
         One tensor per batch with all matrices of the batch.
@@ -201,7 +201,7 @@ def _norms(matrices: Tensor) -> Tensor:
 
 
 def _iterated(wide: Tensor) -> Tensor:
-    """Runs the iterations on matrices with norms of at most 1; on GPUs in bf16 on tensor cores."""
+    """Runs the Newton-Schulz iterations on matrices with norms of at most 1; on GPUs in bf16."""
     x = wide.to(torch.bfloat16) if wide.is_cuda else wide
     for _ in range(ITERATIONS if len(wide) else 0):
         square = x @ x.mT
@@ -218,7 +218,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def like_tensor(matrix: Tensor, tensor: Tensor) -> Tensor:
-    """Inverts `as_matrix`: gives `matrix` the shape and memory layout of `tensor`."""
+    """Gives `matrix`, a result of `as_matrix(tensor)`, the shape and memory layout of `tensor`."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         outputs, inputs, *window = tensor.shape
         return matrix.view(outputs, *window, inputs).permute(0, 3, 1, 2)

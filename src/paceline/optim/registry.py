@@ -1,9 +1,9 @@
 """Registers optimizers and schedules by name, for `optim.name` and `optim.schedule`.
 
-Each optimizer or schedule has a settings class for the table `[optim.NAME]`, which also declares its
-properties. This module lists the optimizers and schedules of the core. `paceline.alternatives` adds more,
-and programs can add some with `register_optimizer` and `register_schedule`. This module does not import
-torch.
+Each optimizer or schedule has a dataclass with its properties and with the settings in the table
+`[optim.NAME]`. This module lists the optimizers and schedules of the core. `paceline.alternatives`
+adds more, and programs can add some with `register_optimizer` and `register_schedule`. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SGD, ADAM = "sgd", "adam"
 
 
 class Context(NamedTuple):
-    """Further arguments of the function that creates an optimizer.
+    """Further arguments of the functions that create optimizers.
 
     Attributes:
-        fused: Choice of the implementation, as in `MasterOptimizer`.
+        fused: The implementation, as in `MasterOptimizer`.
         seed: Seed of stochastic rounding.
         norms: Number of norm layers in the model.
     """
@@ -36,19 +36,19 @@ class Context(NamedTuple):
 
 
 class OptimizerSettings(OwnerSettings):
-    """Base of the settings of an optimizer; subclasses are frozen dataclasses.
+    """Base class of the settings of an optimizer; subclasses are frozen dataclasses.
 
     Attributes:
         CREATE: `module:function` inside `paceline` that creates the optimizer from `OptimSettings`,
             parameter groups, learning rate and `Context`.
-        RATES: Scale of the optimizer's learning rates: `sgd`, `adam`, or empty for any other scale.
-            A recipe's rate is dropped if the command line chooses an optimizer whose rates do not
-            have the scale of SGD.
-        LR_BASE: Peak rate at a batch of 256 if `optim.lr_base` is not set.
+        RATES: Kind of the optimizer's learning rates: like those of `sgd`, like those of `adam`, or ""
+            for others. A recipe's learning rate is dropped if the command line chooses an optimizer
+            whose learning rates are not like those of SGD.
+        LR_BASE: Peak learning rate at a batch of 256 if `optim.lr_base` is not set.
         HAS_KERNELS: True if the update has Triton kernels.
         GRADIENTS: Name of the gradient source that the optimizer needs (`paceline.train.micro_step`).
         PINNED: Names of the settings that a resumed run must not change.
-        share_products: Sharing of matrix products among ranks, as in `MuonSettings`.
+        share_products: Whether ranks divide matrix products, as in `MuonSettings`.
     """
 
     CREATE: ClassVar[str] = ""
@@ -87,7 +87,7 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
     `optim.arguments` as hyper-parameters.
 
     Args:
-        name: New value of `optim.name`.
+        name: The name, to be used as `optim.name`.
         rule: Subclass of `UpdateRule` with the equation; see docs/optimizers.md.
 
     Raises:
@@ -99,7 +99,7 @@ def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
 
 
 def check_rule(rule: type[UpdateRule]) -> None:
-    """Raises ConfigError unless `rule` has a `Hyper` with `lr` and defaults for all other fields."""
+    """Raises ConfigError unless `rule.Hyper` has a field `lr` and defaults for all other fields."""
     fields = getattr(getattr(rule, "Hyper", None), "_fields", ())
     shown = getattr(rule, "__name__", rule)
     if not isinstance(rule, type) or "lr" not in fields:
@@ -116,7 +116,7 @@ def register_schedule(name: str, kind: type[ScheduleSettings]) -> None:
     """Registers a schedule for this process. A second call with the name replaces the first.
 
     Args:
-        name: New value of `optim.schedule`.
+        name: The name, to be used as `optim.schedule`.
         kind: The class of the schedule, which is also the dataclass of the settings `[optim.NAME]`.
 
     Raises:
@@ -128,17 +128,17 @@ def register_schedule(name: str, kind: type[ScheduleSettings]) -> None:
 
 
 def optimizer_names() -> list[str]:
-    """Returns all names of optimizers; registered rules come last."""
+    """Returns all names of optimizers; those that programs have registered come last."""
     return [*_optimizers.names(), *_rules.names()]
 
 
 def schedule_names() -> list[str]:
-    """Returns all names of schedules."""
+    """Returns all names of learning-rate schedules."""
     return _schedules.names()
 
 
 def check_optimizer(name: str) -> None:
-    """Raises ConfigError, with the most similar name, if the optimizer is unknown."""
+    """Raises ConfigError, with the most similar name, if there is no optimizer `name`."""
     if name not in _rules and name not in _optimizers:
         hint = nearest(name, optimizer_names()) + missing_packages()
         remedy = f"{hint} (a class is written torch.optim:RAdam)"
@@ -146,10 +146,10 @@ def check_optimizer(name: str) -> None:
 
 
 def check_schedule(name: str) -> None:
-    """Raises ConfigError, with the most similar name, if the schedule is unknown."""
+    """Raises ConfigError, with the most similar name, if there is no schedule `name`."""
     _schedules.get(name, "optim.schedule")
 
 
 def registered_rule(name: str) -> type[UpdateRule] | None:
-    """Returns the rule that a program has registered under `name`; None if there is none."""
+    """Returns the optimizer that a program has registered under `name`; None if there is none."""
     return _rules.outside().get(name)

@@ -1,11 +1,11 @@
-"""Defines `UpdateRule`, the equation of an optimizer, and runs it in torch's list operations.
+"""Defines `UpdateRule`, the equation of an optimizer, and runs it in torch's foreach operations.
 
 A rule declares hyper-parameters and state buffers, and computes new weights and buffers. It does not
-handle half-precision parameters, the loss scale, overflow or device switches: `MasterOptimizer` in
+handle half-precision parameters, the loss scale or skipped steps: `MasterOptimizer` in
 `paceline.optim.base` and `run_in_lists` do this for all rules.
 
 Rules, `FusedStep` and kernels share the following classes. `Row` holds the tensors of one parameter,
-`Gates` the device switches of a step, `Outcome` the results of a step, and `HyperTable` the
+`Gates` the tensors that control a step, `Outcome` the results of a step, and `HyperTable` the
 hyper-parameters on the device. Unless a docstring says so, nothing here synchronizes with a GPU.
 """
 
@@ -37,14 +37,14 @@ _BELOW_ONE = {"momentum": "; try 0.9", "beta1": "", "beta2": ""}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The tensors of one parameter.
+    """The tensors of one parameter in a step: parameter, gradient, master weights and state.
 
     Attributes:
         index: Index of the parameter, counted over all groups.
         group: Index of the parameter's group.
         parameter: The model's parameter.
         gradient: Gradient of the parameter.
-        master: fp32 master of the parameter; an fp32 parameter is its own master.
+        master: fp32 master weights of the parameter; an fp32 parameter is its own master.
         buffers: State of the parameter, by name.
     """
 
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Gates:
-    """Device switches of a step, as `MasterOptimizer` describes them; None if unset."""
+    """Tensors on the device that control a step: the attributes of `MasterOptimizer` of these names."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -66,7 +66,7 @@ class Gates:
     active: Tensor | None = None
 
     def check(self, parameters: int, device: torch.device) -> None:
-        """Checks the shape and device of all switches. Raises RunError if one is wrong."""
+        """Raises RunError if a tensor has a wrong shape or is on a wrong device."""
         for name in self.__slots__:
             switch = getattr(self, name)
             if switch is None:
@@ -80,11 +80,11 @@ class Gates:
             if switch.numel() != wanted or not switch.is_contiguous():
                 raise RunError(
                     f"{name} has shape {tuple(switch.shape)}",
-                    f"it needs {wanted} contiguous value{'s' * (wanted != 1)}",
+                    f"give a tensor of {wanted} contiguous value{'s' * (wanted != 1)}",
                 )
 
     def allowed(self, rows: Sequence[Row], outcome: Outcome) -> Tensor:
-        """Returns one flag per row, on the device: True if the step may change its parameter."""
+        """Returns a flag on the device for each row: 1 if the step may update its parameter."""
         go = outcome.overflow == 0
         for gate in (self.found_inf, self.hold):
             if gate is not None:
@@ -100,7 +100,7 @@ def _is_active(active: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 class Outcome:
-    """Results of a step on the device.
+    """The results of an optimizer step, in tensors on the device.
 
     Attributes:
         ratios: Trust ratio of each parameter.
@@ -142,10 +142,10 @@ def same_strides(left: Tensor, right: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows whose parameters share a group and a dtype, for torch's list operations.
+    """The tensors of several parameters of one group and dtype, for torch's foreach operations.
 
     Attributes:
-        rows: Tensors of each parameter.
+        rows: The tensors of each parameter.
         gradients: Unscaled gradients in the masters' dtype. A rule must not change them.
         norms: 2-norm of each gradient.
     """
@@ -156,11 +156,11 @@ class Rows:
 
     @property
     def masters(self) -> list[Tensor]:
-        """The masters of all rows."""
+        """The master weights of all parameters."""
         return [row.master for row in self.rows]
 
     def buffers(self, name: str) -> list[Tensor]:
-        """Returns the buffer called `name` of each row."""
+        """Returns the state called `name` of each parameter."""
         return [row.buffers[name] for row in self.rows]
 
 
@@ -176,7 +176,8 @@ class UpdateRule(ABC):
         has_kernels: True if `kernels` is implemented.
         has_products: True if the rule multiplies matrices, which ranks can share
             (`MasterOptimizer.shared`) and whose last bits depend on the kind of device.
-        draws: True if `update` must see skipped parameters too, to draw the same random numbers.
+        draws: True if `update` must also be called for skipped parameters, to draw the same random
+            numbers.
     """
 
     Hyper: ClassVar[Any]
@@ -190,10 +191,10 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, rows: Rows, hyper: Any) -> Tensor | None:
-        """Changes masters and buffers in place.
+        """Updates master weights and state in place.
 
         Args:
-            rows: Tensors of parameters in one group.
+            rows: The tensors of parameters in one group.
             hyper: Hyper-parameters of the group.
 
         Returns:
@@ -201,45 +202,45 @@ class UpdateRule(ABC):
         """
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """Returns the hyper-parameters of a group, in the order of columns in the kernels' table."""
+        """Returns the hyper-parameters of a parameter group, in the order in which kernels read them."""
         return read_hyper(self.Hyper, group)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raises ValueError if a new group has invalid hyper-parameters."""
+        """Raises ValueError if a new parameter group has invalid hyper-parameters."""
         check_hyper(self.hyper(group))
 
     def parts(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Splits a group into groups of parameters that need the same kind of update."""
+        """Splits a parameter group into groups of parameters that need the same kind of update."""
         return [group]
 
     def reads_norms(self, hypers: Sequence[Any]) -> bool:
-        """Returns True if `update` uses the gradient norms, which must be accurate then."""
+        """Returns True if `update` uses the norms of gradients, which then must be accurate."""
         return False
 
     def gradients(self, rows: Sequence[Row], gradients: list[Tensor]) -> list[Tensor]:
-        """Returns the gradients that the finite check and `update` receive."""
+        """Returns the gradients that `update` receives and that are checked for non-finite values."""
         return gradients
 
     def kernels(self, optimizer: MasterOptimizer) -> FusedStep:
-        """Creates the object that runs a step in Triton kernels. Needs `has_kernels`."""
+        """Creates the object that runs a step in Triton kernels. Only called if `has_kernels` is True."""
         raise NotImplementedError
 
     # Hooks around a step, for rules with more state on the device.
 
     def ready(self, optimizer: MasterOptimizer) -> None:  # noqa: B027  (optional)
-        """Creates further state; called at the first step and after a group or state was added."""
+        """Creates further state. Called at the first step, and after a group or state was added."""
 
     def upload(self, optimizer: MasterOptimizer) -> None:  # noqa: B027  (optional)
-        """Copies values that `begin` needs to the device; not called during a graph capture."""
+        """Copies values that `begin` needs to the device. Not called while a CUDA graph is captured."""
 
     def begin(self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates) -> list[Row]:
-        """Returns the rows that the update receives. Must not change state."""
+        """Returns the tensors for `update`, possibly with other gradients. Must not change state."""
         return rows
 
     def finish(  # noqa: B027  (optional)
         self, optimizer: MasterOptimizer, rows: list[Row], gates: Gates, outcome: Outcome
     ) -> None:
-        """Called after the update, even if a gate has skipped the update."""
+        """Called after `update`, even if a control tensor (`gates`) has skipped the update."""
 
 
 def run_in_lists(
@@ -249,18 +250,18 @@ def run_in_lists(
     gates: Gates,
     outcome: Outcome,
 ) -> None:
-    """Runs one step in torch's list operations; a skipped step leaves all tensors bit-identical.
+    """Runs one step in torch's foreach operations; a skipped step leaves all tensors bit-identical.
 
     Computes all norms first, because one non-finite gradient skips all updates. On the CPU the rule
-    updates only rows that may change. On a GPU, and for rules that draw random numbers, the rule updates
-    copies, and `torch.where` selects between old and new values.
+    updates only parameters that may change. On a GPU, and for rules that draw random numbers, the rule
+    updates copies, and `torch.where` selects between old and new values.
 
     Args:
         rule: Rule that computes the update.
-        rows: Tensors of each parameter with a gradient.
-        hypers: Hyper-parameters of each group.
-        gates: Device switches that can skip the update.
-        outcome: Receives trust ratios and flags.
+        rows: The tensors of each parameter with a gradient.
+        hypers: Hyper-parameters of each parameter group.
+        gates: Tensors on the device that can skip the update.
+        outcome: Receives trust ratios and the flags for non-finite gradients.
     """
     gradients = rule.gradients(rows, unscaled(rows, gates.grad_scale))
     accurate = rule.reads_norms(hypers)  # the finite check needs no accuracy
@@ -297,7 +298,10 @@ def _copy(row: Row, names: Sequence[str]) -> Row:
 
 
 def _select(old: Row, new: Row, go: Tensor, names: Sequence[str]) -> None:
-    """Writes new values into `old` where `go` is True; a multiplication by 0 would keep NaN."""
+    """Copies the tensors of `new` into `old` where the flag `go` is True.
+
+    A multiplication by 0 instead would keep NaN.
+    """
     for name in names:
         if name in old.buffers:
             torch.where(go, new.buffers[name], old.buffers[name], out=old.buffers[name])
@@ -308,7 +312,7 @@ def _select(old: Row, new: Row, go: Tensor, names: Sequence[str]) -> None:
 
 
 def check_hyper(hyper: AnyHyper) -> AnyHyper:
-    """Returns the hyper-parameters of a group; raises ValueError if one is invalid."""
+    """Returns the hyper-parameters of a parameter group; raises ValueError if one is invalid."""
     for name, value in hyper._asdict().items():
         if name in _FINITE and not 0 <= value < math.inf:
             raise ValueError(f"{name} = {value}: must be 0 or more, and finite")
@@ -320,7 +324,7 @@ def check_hyper(hyper: AnyHyper) -> AnyHyper:
 
 
 def read_hyper(kind: type[AnyHyper], group: Mapping[str, Any]) -> AnyHyper:
-    """Reads the hyper-parameters of a group and converts each to the type of its field in `kind`.
+    """Reads the hyper-parameters of a parameter group, each with the type of its field in `kind`.
 
     If the learning rate is a CUDA tensor, reading it synchronizes with the device.
     """
@@ -342,9 +346,9 @@ def _converters(kind: type[NamedTuple]) -> tuple[tuple[str, Callable[[Any], Any]
 
 
 class HyperTable:
-    """A table of fp32 values on the device, with one row per group or parameter.
+    """Holds hyper-parameters in fp32 on the device, one row per parameter group or parameter.
 
-    The table's memory never moves, so that a captured CUDA graph reads the current values.
+    The memory never moves, so that a captured CUDA graph reads the current values.
     """
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
@@ -352,7 +356,7 @@ class HyperTable:
         self._sent: tuple[tuple[float, ...], ...] | None = None
 
     def send(self, rows: tuple[tuple[float, ...], ...]) -> None:
-        """Copies the rows to the device asynchronously, if any value changed."""
+        """Copies the values to the device asynchronously, if any of them has changed."""
         if rows == self._sent:
             return
         # New pinned memory each time: the previous copy may still be in progress.
@@ -368,7 +372,7 @@ _CHUNK = 512
 
 
 def unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
-    """Returns the gradients in the masters' dtype, divided by `grad_scale`; keeps the originals."""
+    """Returns copies of the gradients, in the dtype of the master weights and divided by `grad_scale`."""
     gradients = [row.gradient.to(row.master.dtype) for row in rows]
     if grad_scale is None:
         return gradients
@@ -378,7 +382,10 @@ def unscaled(rows: Sequence[Row], grad_scale: Tensor | None) -> list[Tensor]:
 def check_finite(
     rows: Sequence[Row], norms: Sequence[Tensor], gates: Gates, outcome: Outcome
 ) -> Tensor:
-    """Sets the flags of `outcome` from gradient norms. Returns `gates.allowed(rows, outcome)`."""
+    """Sets the flags of `outcome` for non-finite gradients, by their norms.
+
+    Returns `gates.allowed(rows, outcome)`.
+    """
     bad = ~torch.isfinite(torch.stack([norm.float() for norm in norms]).square())
     if gates.active is not None:
         bad = bad & _is_active(gates.active, rows)
@@ -389,12 +396,12 @@ def check_finite(
 
 
 def on_host(device: torch.device) -> bool:
-    """Returns True if the host can read flags on `device` without a synchronization."""
+    """Returns True if the host can read a tensor on `device` without waiting for a GPU."""
     return device.type == "cpu"
 
 
 def put(vector: Tensor, rows: Sequence[Row], values: Tensor) -> None:
-    """Sets vector[row.index] = value for each row. Indexing by a list would synchronize."""
+    """Sets vector[row.index] = value for each row. Indexing by a list would wait for the device."""
     entries = list(vector.unbind())
     for row, value in zip(rows, values.unbind(), strict=True):
         entries[row.index] = value

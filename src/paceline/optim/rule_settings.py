@@ -15,7 +15,7 @@ STEPS = ("relative", "fixed", "auto")
 
 @dataclass(frozen=True)
 class SgdSettings(OptimizerSettings):
-    """Declares SGD, which has no further settings."""
+    """Properties of SGD, which has no settings of its own."""
 
     CREATE: ClassVar[str] = "optim.lars:create_sgd"
     RATES: ClassVar[str] = SGD
@@ -31,7 +31,7 @@ class LarsSettings(OptimizerSettings):
     HAS_KERNELS: ClassVar[bool] = True
 
     trust_coefficient: float = 0.001
-    """Trust coefficient η."""
+    """Trust coefficient η, a factor of all trust ratios."""
     clip: bool = False
     """Limit the local learning rate to the global one, as in LARC."""
 
@@ -49,14 +49,15 @@ class MuonSettings(OptimizerSettings):
     HAS_KERNELS: ClassVar[bool] = True
 
     trust_coefficient: float = 0.001
-    """Trust coefficient η; step sizes equal those of LARS with the same η and momentum."""
+    """Trust coefficient η; steps are as long as those of LARS with the same η and momentum."""
     orthogonal: str = "filters"
     """Layers with orthogonalized momentum: `filters` (convolutions), `all` (linear layers too) or
     `auto` (`all` if hidden linear layers have more weights than convolutions)."""
     steps: str = "relative"
     """Step length of orthogonalized matrices: `relative` to their norm, `fixed` (relative to their
-    initial norm), or `auto` (`fixed` in nets with fewer norm layers than such matrices, not counting the
-    last linear layer; shorter if many have no norm)."""
+    initial norm), or `auto` (`fixed` if there are fewer norm layers than such matrices, not counting
+    the last linear layer; shorter if many lack a norm layer).
+    """
     share_products: str = "auto"
     """Divide the matrix products among ranks: `on`, `off`, or `auto` (with several ranks, unless they
     share a GPU or use Gloo on GPUs)."""
@@ -78,9 +79,9 @@ class AdamSettings(OptimizerSettings):
     HAS_KERNELS: ClassVar[bool] = True
 
     beta1: float = 0.9
-    """Decay of the average of gradients."""
+    """Decay rate of the average of gradients."""
     beta2: float = 0.999
-    """Decay of the average of squared gradients."""
+    """Decay rate of the average of squared gradients."""
     eps: float = 1e-8
     """Constant added to the root of the average of squared gradients."""
     clip: bool = False
@@ -95,7 +96,7 @@ class AdamSettings(OptimizerSettings):
 
 @dataclass(frozen=True)
 class AdamwSettings(AdamSettings):
-    """Declares AdamW."""
+    """Properties of AdamW."""
 
     CREATE: ClassVar[str] = "optim.adam:create_adamw"
     LR_BASE: ClassVar[float] = 2.5e-4  # from DeiT
@@ -104,7 +105,7 @@ class AdamwSettings(AdamSettings):
 
 @dataclass(frozen=True)
 class LambSettings(AdamSettings):
-    """Declares LAMB."""
+    """Properties of LAMB."""
 
     CREATE: ClassVar[str] = "optim.adam:create_lamb"
     LR_BASE: ClassVar[float] = 6.25e-4  # from "ResNet strikes back"

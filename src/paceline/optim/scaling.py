@@ -1,4 +1,4 @@
-"""Implements the scaling rule: derives settings for a large batch from a recipe for a small batch.
+"""Implements `optim.scaling`: derives settings for a large batch from a recipe for a small batch.
 
 `scale_recipe` is a pure function that does not need torch. It takes a `Recipe` with a known-good batch
 and a `Target` with the batch and length of the run. It returns a `Scaling`: a value for each changed
@@ -69,16 +69,16 @@ LARGEST_AUTOMATIC_GROUP = 256
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with a batch at which it is known to work.
+    """A recipe, and the global batch at which it is known to work.
 
     Attributes:
         optim: Section `[optim]` of the recipe, with the user's values.
         batch: The known-good global batch.
         optimizer: Name of the optimizer that is known to work at this batch.
-        norm_group: Micro-batch size, over which batch norms normalize, at the known-good batch; None if
-            the recipe does not set it.
+        norm_group: Micro-batch size (the number of samples over which batch norm normalizes) at the
+            known-good batch; None if the recipe does not set it.
         average_epochs: Epochs over which the recipe averages weights.
-        mixing: Names of the enabled settings for mixed images.
+        mixing: Names of the enabled settings that mix images (`run.mixup`, `run.cutmix`).
         kept: Names of settings that the user has given.
         averages: True if the run can average weights.
         one_batch: The reason why the batch cannot grow during the run; empty if it can.
@@ -98,13 +98,16 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """Peak rate at the known-good batch, even if the user gives a rate for the new batch."""
+        """Peak learning rate at the known-good batch, even if the user gives one for the new batch."""
         known = self.optim.known_good.lr
         return OptimSettings.peak_lr(self.optim, self.batch) if known is None else known
 
     @property
     def pace(self) -> float:
-        """Pace of LARS or Muon at the known-good batch. Not used if the user gives η."""
+        """Learning rate times η / (1 − m) of LARS or Muon at the known-good batch.
+
+        Not used if the user gives the trust coefficient η.
+        """
         known = self.optim.known_good.momentum
         momentum = self.optim.momentum if known is None else known
         own = self.optim.chosen(self.optimizer)
@@ -114,7 +117,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Target:
-    """Batch and length of the requested run.
+    """The batch and the length of the run that a recipe is scaled to.
 
     Attributes:
         batch: Global batch.
@@ -147,7 +150,7 @@ class Target:
 
     @property
     def is_short(self) -> bool:
-        """True if the run is too short for mixed images."""
+        """True if the run is too short for mixup and CutMix."""
         few = self.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.total_steps < SHORT_STEPS
         return few and self.epochs < SHORT_EPOCHS
 
@@ -201,12 +204,12 @@ def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
 
 
 def _check(recipe: Recipe, target: Target) -> None:
-    """Raises ConfigError if the rule cannot scale the recipe to the requested run."""
+    """Raises ConfigError if the recipe cannot be scaled to the requested run."""
     for name in (recipe.optimizer, recipe.optim.name):
         if name not in KNOWN:
             raise ConfigError(
-                "optim.scaling", "auto", f"the rule does not know the optimizer {name!r}",
-                f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and give the rate",
+                "optim.scaling", "auto", f"is not supported with the optimizer {name!r}",
+                f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and set optim.lr",
             )  # fmt: skip
     known, name = recipe.optimizer, recipe.optim.name
     to_adam = name in OF_ADAM and known not in OF_ADAM
@@ -215,13 +218,13 @@ def _check(recipe: Recipe, target: Target) -> None:
     to_sgd = name == "sgd" and known in ("lars", "muon")
     if to_adam or from_adam or to_sgd:
         raise ConfigError(
-            "optim.name", name, f"the rule cannot derive its rate from a recipe for {known}",
-            "use a recipe whose rate is known for it",
+            "optim.name", name, f"optim.scaling cannot derive its rate from a recipe for {known}",
+            f"use a recipe for {name}, or optim.scaling = 'off'",
         )  # fmt: skip
     if known in OF_ADAM and name == "muon" and target.batch <= recipe.batch:
         raise ConfigError(
             "optim.name", name,
-            f"the rule derives it from a recipe for {known} only for batches above {recipe.batch}",
+            f"optim.scaling can replace {known} by it only for batches above {recipe.batch}",
             f"use --opt {known}, or a larger batch",
         )  # fmt: skip
     steps, total = target.steps_per_epoch, target.total_steps
@@ -245,7 +248,7 @@ def _check(recipe: Recipe, target: Target) -> None:
 
 
 def _given_value(optim: OptimSettings, name: str) -> Any:
-    """Returns the value of a setting such as `optim.lr` or `optim.adam.eps`; None outside `[optim]`."""
+    """Returns the value of a setting such as `optim.lr`; None for settings outside of `[optim]`."""
     section, *owner, key = name.split(".")
     if section != "optim":
         return None
@@ -253,7 +256,7 @@ def _given_value(optim: OptimSettings, name: str) -> Any:
 
 
 class _Rule:
-    """Applies the rule and collects the choices. Each method chooses one group of settings."""
+    """Scales a recipe and collects the changed settings. Each method decides on a few settings."""
 
     def __init__(self, recipe: Recipe, target: Target) -> None:
         self.recipe, self.target = recipe, target
@@ -264,7 +267,7 @@ class _Rule:
         self.why_adam, self.fine_tuning = "", self._why_fine_tuning()
 
     def set(self, name: str, value: Any, reason: str) -> Any:
-        """Chooses a value unless the user has given one. Returns the value that the run will use."""
+        """Changes a setting unless the user has given it. Returns the value that the run will use."""
         if name in self.recipe.kept:
             given = _given_value(self.recipe.optim, name)
             return value if given is None else given
@@ -273,7 +276,7 @@ class _Rule:
         return value
 
     def optimizer(self) -> str:
-        """Chooses Muon if an epoch has few steps, unless the recipe must keep Adam. Returns the name."""
+        """Chooses Muon if an epoch has few steps, unless Adam must be kept. Returns the name."""
         given, kept = self.recipe.optim.name, self.recipe.kept
         few = self.target.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.factor > 1
         if given == "muon" or not few:
@@ -286,7 +289,7 @@ class _Rule:
         return str(self.set("optim.name", "muon", reason))
 
     def _why_adam(self) -> str:
-        """Returns the reason to keep Adam; empty if Muon replaces it."""
+        """Returns the reason to keep Adam; "" if Muon replaces it."""
         if self.fine_tuning:
             return f"{self.fine_tuning} (--opt muon overrides this)"
         optim, own = self.recipe.optim, sorted(self.recipe.kept & _ADAM_SETTINGS)
@@ -295,7 +298,7 @@ class _Rule:
         return f"given: {', '.join(own)} (otherwise muon replaces {optim.name})" if own else ""
 
     def _why_fine_tuning(self) -> str:
-        """Returns why a recipe for Adam is considered fine-tuning; empty if it is not."""
+        """Returns why a recipe for Adam is considered to be fine-tuning; "" if it is not."""
         optim = self.recipe.optim
         if optim.name not in OF_ADAM:
             return ""
@@ -322,7 +325,7 @@ class _Rule:
             self.set("optim.weight_decay", decay, "keeps rate · decay per epoch")
 
     def scale_pace(self, name: str) -> None:
-        """Scales LARS or Muon: their pace, rate · η / (1 − m), grows with the root of the batch."""
+        """Scales LARS or Muon: learning rate · η / (1 − m) grows with the root of the batch."""
         optim, steps = self.recipe.optim, self.target.steps_per_epoch
         if name == "muon" and optim.momentum:
             self.set("optim.nesterov", True, "as measured")
@@ -377,14 +380,16 @@ class _Rule:
             self.set("optim.poly.power", 1.0, "linear")
 
     def unmix(self) -> None:
-        """Switches mixed images off in short runs."""
+        """Switches mixup and CutMix off in short runs."""
         if self.target.is_short and self.factor > 1:
             reason = f"{self.target.total_steps} steps in all are too few for mixed images"
             for name in self.recipe.mixing:
                 self.set(name, 0.0, reason)
 
     def normalize(self) -> int | None:
-        """Keeps the recipe's batch-norm group, or chooses a smaller one that divides a rank's batch.
+        """Keeps the number of samples that batch norm normalizes over, or chooses a smaller one.
+
+        This number, called the batch-norm group, must divide the batch of a rank.
 
         Returns:
             The size of the batch-norm group; None if neither recipe nor user give one.
@@ -415,9 +420,9 @@ class _Rule:
         return group
 
     def grow(self, group: int | None) -> None:
-        """Chooses a smaller first batch if an epoch has few steps.
+        """Lets the batch grow during the run, from a smaller first batch, if an epoch has few steps.
 
-        The pace is scaled by the root of the batch.
+        Learning rate · η / (1 − m) is scaled by the root of the batch.
         """
         recipe, target = self.recipe, self.target
         kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept

@@ -1,4 +1,4 @@
-"""Describes the choices of the scaling rule."""
+"""Describes the settings that `optim.scaling` has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Choice(NamedTuple):
-    """A setting that the rule has changed, its value and the reason."""
+    """A setting that `optim.scaling` has changed, its new value and the reason."""
 
     name: str
     value: Any
@@ -16,12 +16,12 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaling:
-    """Result of the scaling rule.
+    """The settings that `optim.scaling` has changed, and remarks.
 
     Attributes:
-        choices: Settings that the rule has changed.
+        choices: The changed settings with reasons.
         headline: Text with the old and new batch and the number of steps.
-        kept: Names of settings that the user has given and the rule therefore has not changed.
+        kept: Names of settings that were not changed, because the user has given them.
         notes: Further remarks, such as an expected loss of accuracy.
     """
 

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Course:
-    """The parameters of a run that schedules depend on. Times are in steps of the first batch.
+    """The length and the learning rates of a run, on which schedules depend.
+
+    Times are in steps of the first batch.
 
     Attributes:
         peak: Peak learning rate.
@@ -46,13 +48,16 @@ class Course:
     decay_end: float
 
     def left(self, time: float) -> float:
-        """Returns the remaining fraction of the decay: 1 after the warm-up, 0 at `decay_end`."""
+        """Returns the remaining fraction of the decay of the learning rate at `time`.
+
+        It is 1 after the warm-up, and 0 at `decay_end`.
+        """
         span = max(self.decay_end - self.warmup_steps, 1.0)
         return 1.0 - min(max(time - self.warmup_steps, 0.0) / span, 1.0)
 
 
 class OwnerSettings:
-    """Base of the settings of an optimizer or a schedule."""
+    """Base class of the settings of an optimizer or a schedule."""
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
         """Returns scheduled values other than the learning rate, by their keys in parameter groups."""
@@ -60,7 +65,7 @@ class OwnerSettings:
 
 
 class ScheduleSettings(OwnerSettings):
-    """Base of the settings of a schedule; subclasses are frozen dataclasses.
+    """Base class of learning-rate schedules; subclasses are frozen dataclasses with the settings.
 
     Attributes:
         WARMS_UP: False for a schedule without a separate warm-up; `rate` then covers the whole run.
@@ -69,13 +74,13 @@ class ScheduleSettings(OwnerSettings):
     WARMS_UP: ClassVar[bool] = True
 
     def rate(self, time: float, course: Course) -> float:
-        """Returns the learning rate at a time after the warm-up."""
+        """Returns the learning rate at `time`, which is after the warm-up."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Constant(ScheduleSettings):
-    """Schedule that keeps the peak rate."""
+    """The schedule `constant`: keeps the peak learning rate."""
 
     def rate(self, time: float, course: Course) -> float:
         return course.peak
@@ -83,7 +88,7 @@ class Constant(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Cosine(ScheduleSettings):
-    """Decay from the peak rate to the final rate along half a cosine wave."""
+    """The schedule `cosine`: decays from the peak to the final learning rate along half a cosine wave."""
 
     def rate(self, time: float, course: Course) -> float:
         height = 0.5 * (1.0 + math.cos(math.pi * (1.0 - course.left(time))))
@@ -92,10 +97,10 @@ class Cosine(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Poly(ScheduleSettings):
-    """Decay from the peak rate to the final rate by a power of the remaining time."""
+    """Decays from the peak to the final learning rate by a power of the remaining time."""
 
     power: float = 2.0
-    """Exponent; 1 is linear decay."""
+    """Exponent of the remaining time; 1 is linear decay."""
 
     def __post_init__(self) -> None:
         SettingChecks("optim.poly", self).number("power", "0 or more")
@@ -106,7 +111,7 @@ class Poly(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Exponential(ScheduleSettings):
-    """Exponential change from the peak rate to the final rate, which may also be higher."""
+    """The schedule `exponential`: from the peak to the final rate, which may also be higher."""
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(
@@ -125,7 +130,7 @@ def _passed(epochs: tuple[float, ...], time: float, course: Course) -> int:
 
 @dataclass(frozen=True)
 class Step(ScheduleSettings):
-    """Changes of the learning rate at given epochs, each by the same factor.
+    """Changes the learning rate at given epochs, each time by the same factor.
 
     The table `[optim.step]` also has the settings of `piecewise`.
     """
@@ -134,16 +139,18 @@ class Step(ScheduleSettings):
     UNREAD: ClassVar[tuple[str, ...]] = ("factors",)
 
     epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Epochs at which the rate changes or the batch grows."""
+    """Epochs at which the learning rate changes or the batch grows."""
     factor: float = 0.1
-    """Factor of each decay of `step`."""
+    """Factor of the learning rate at each epoch of `step`."""
     factors: tuple[float, ...] = (0.5, 0.075, 0.01, 0.001)
-    """Fractions of the peak rate for `piecewise`: before the first epoch, and from each of them on."""
+    """Learning rates of `piecewise` as fractions of the peak: before the first epoch, and from each
+    on.
+    """
 
     def __post_init__(self) -> None:
         SettingChecks("optim.step", self).number("factor", "in (0, 1]", "try 0.1")
         if list(self.epochs) != sorted(self.epochs):
-            raise ConfigError("optim.step.epochs", list(self.epochs), "must rise")
+            raise ConfigError("optim.step.epochs", list(self.epochs), "must be in rising order")
 
     def rate(self, time: float, course: Course) -> float:
         return course.peak * float(self.factor ** _passed(self.epochs, time, course))
@@ -151,7 +158,7 @@ class Step(ScheduleSettings):
 
 @dataclass(frozen=True)
 class Piecewise(Step):
-    """Changes of the learning rate at given epochs, each to a given fraction of the peak rate."""
+    """The schedule `piecewise`: sets the rate to given fractions of the peak rate at given epochs."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ("factor",)
 
@@ -174,7 +181,7 @@ class Piecewise(Step):
 def set_rate(
     optimizer: torch.optim.Optimizer, rate: float, others: Mapping[str, float] | None = None
 ) -> None:
-    """Sets the scheduled values of an optimizer.
+    """Sets the learning rate and other scheduled values of an optimizer.
 
     Args:
         optimizer: Optimizer whose groups receive the values.
@@ -200,7 +207,8 @@ class LrSchedule:
         peak: Peak learning rate.
         total_steps: Length of the run, in steps of the first batch.
         steps_per_epoch: Length of an epoch, in steps of the first batch.
-        position: Function from a step to the number of samples before it; None if the batch is constant.
+        position: Function that returns the number of samples before a step; None if the batch is
+            constant.
 
     Example:
         >>> schedule = LrSchedule(OptimSettings(schedule="cosine"), 0.1, 1000, 100)
@@ -215,7 +223,7 @@ class LrSchedule:
     _own: tuple[ScheduleSettings, OptimizerSettings] = field(init=False, repr=False, compare=False)
 
     def time(self, step: int) -> float:
-        """Returns the time at the start of `step`, in steps of the first batch."""
+        """Returns the time at the start of `step`, counted in steps of the first batch."""
         if self.position is None:
             return step
         return self.position(step) / self.position(1)
@@ -242,7 +250,7 @@ class LrSchedule:
 
     @cached_property
     def course(self) -> Course:
-        """The parameters of the run that the schedule depends on."""
+        """Length and learning rates of the run, on which the schedule depends."""
         over = self.settings.decay_over_epochs
         end = self.total_steps if over is None else over * self.steps_per_epoch
         return Course(
@@ -251,7 +259,7 @@ class LrSchedule:
         )  # fmt: skip
 
     def describe_cut(self) -> str:
-        """Describes how the warm-up differs from `warmup_epochs`; empty if it does not."""
+        """Describes how the warm-up differs from `warmup_epochs`; "" if it does not."""
         wanted = self.settings.warmup_epochs
         if not self.settings.own_schedule.WARMS_UP:
             return f"none with optim.schedule = {self.settings.schedule!r}" if wanted else ""

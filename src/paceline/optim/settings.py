@@ -1,4 +1,4 @@
-"""Defines the section `[optim]` of a recipe: optimizer, learning-rate schedule, refused combinations."""
+"""Defines the section `[optim]` of a recipe: optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SCALINGS = ("off", "auto")
 
 @dataclass(frozen=True)
 class KnownGood:
-    """Values of the recipe that the command line has replaced; the scaling rule starts from them.
+    """Values of the recipe that the command line has replaced; `optim.scaling` starts from them.
 
     Attributes:
         optimizer: Optimizer of the recipe; empty if the run uses the same optimizer.
         lr: The recipe's peak rate at the known-good batch, if the command line sets another rate.
         momentum: The recipe's momentum, if the command line sets another momentum.
-        keeps: Names of settings given on the command line, which the rule does not change.
+        keeps: Names of settings given on the command line, which `optim.scaling` does not change.
     """
 
     optimizer: str = ""
@@ -52,8 +52,9 @@ class OptimSettings(Section):
     """`sgd`, `lars`, `muon`, `adamw`, `lamb`, another name of docs/optimizers.md, a class of torch.optim
     or another module (`torch.optim:RAdam`), or a registered name."""
     arguments: str = ""
-    """Keyword arguments other than the rate for a class `module:Class` or a registered rule, as a TOML
-    table: `{betas = [0.9, 0.95]}`."""
+    """Keyword arguments, except the learning rate, of a class `module:Class` or a registered optimizer,
+    as TOML: `{betas = [0.9, 0.95]}`.
+    """
     lr: float | None = None
     """Peak learning rate. If unset: `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
     lr_base: float = 0.1
@@ -62,21 +63,21 @@ class OptimSettings(Section):
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
     scaling: str = "off"
-    """`auto` derives optimizer, rate, trust coefficient, warm-up, batch-norm group, averaging and, with
-    few steps per epoch, growth of the batch, from a recipe that works at `known_good_batch`; `off`
-    changes no setting."""
+    """`auto` derives optimizer, learning rate, warm-up and other settings from a recipe that works at
+    `known_good_batch`; `off` changes no setting.
+    """
     known_good_batch: int | None = None
-    """Global batch at which the recipe is known to work, for `scaling`. If unset: the recipe's
-    `run.global_batch_size`."""
+    """Global batch at which the recipe works, for `scaling`. If unset: the recipe's
+    `run.global_batch_size`.
+    """
     momentum: float = 0.9
     """Momentum of SGD, LARS and Muon."""
     nesterov: bool = False
     """Use Nesterov momentum in SGD, LARS and Muon."""
     clip_norm: float = 0.0
-    """Maximum norm of all gradients together; larger gradients are scaled down; 0 switches clipping
-    off."""
+    """Maximum norm of all gradients together; 0 disables clipping."""
     layer_decay: float = 1.0
-    """Factor of the learning rate from each layer to the layer before it; 1 switches it off."""
+    """Factor of the learning rate from each layer to the layer before it; 1 disables it."""
     weight_decay: float = 1e-4
     """Weight decay; applies to biases and normalization only with `decay_bias_norm`."""
     decay_bias_norm: bool = False
@@ -101,8 +102,9 @@ class OptimSettings(Section):
     multiply the batch by 4 at each of `optim.step.epochs`, or `x4:4096` to do so up to a batch of 4,096
     and then decay the rate. Empty for a constant batch."""
     batch_rate: str = "auto"
-    """Change of the rate with the batch of `batch_schedule`: `constant`, `linear` (times batch / first
-    batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, otherwise `constant`)."""
+    """Change of the learning rate with `batch_schedule`: `constant`, `linear` (times batch / first
+    batch), `sqrt`, or `auto` (`linear` with a rule such as `x4`, otherwise `constant`).
+    """
     fused: str = "auto"
     """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU if it is
     installed)."""
@@ -121,7 +123,7 @@ class OptimSettings(Section):
 
     @property
     def is_foreign(self) -> bool:
-        """True if the optimizer is not part of Paceline."""
+        """True if the optimizer is a class of torch or another module, or registered by a program."""
         return self.is_class or registered_rule(self.name) is not None
 
     @property
@@ -139,7 +141,6 @@ class OptimSettings(Section):
 
     @property
     def has_default_base(self) -> bool:
-        """True if `lr_base` has its default value."""
         return self.lr_base == OptimSettings.lr_base
 
     @property
@@ -192,9 +193,7 @@ def _check(optim: OptimSettings) -> None:
     ):
         raise check.error("fused", f"there are no kernels for {optim.name}", "use 'auto'")
     if optim.arguments_table() and not optim.is_foreign:
-        raise check.error(
-            "arguments", f"{optim.name} takes none", "it is for optim.name = 'module:Class'"
-        )
+        raise check.error("arguments", f"{optim.name} takes none", "leave it out")
     if optim.is_foreign and optim.lr is None and optim.has_default_base:
         raise check.error(
             "lr", f"no learning rate is given, and {optim.name} has no default",

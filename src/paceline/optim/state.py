@@ -1,7 +1,7 @@
-"""Creates the optimizer state of a parameter, restores it from a checkpoint, and checks other state.
+"""Creates, restores and checks the optimizer state of parameters.
 
-The state of a parameter is fp32 and has the parameter's strides. It consists of the rule's buffers, such
-as `momentum_buffer`, and, for a parameter in fp16 or bf16, of the fp32 `master`.
+The state of a parameter is fp32 and has the parameter's strides. It consists of buffers, such as
+`momentum_buffer`, and, for a parameter in fp16 or bf16, of the fp32 master weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 
 def _require_dense(parameter: Tensor) -> None:
-    """Raises PacelineError unless the elements fill one block of memory, as the kernels require."""
+    """Raises PacelineError unless the elements fill one block of memory, as kernels require."""
     expected = 1
     dims = [d for d in zip(parameter.stride(), parameter.shape, strict=True) if d[1] != 1]
     for stride, size in sorted(dims):
@@ -46,7 +46,7 @@ def _state_format(parameter: Tensor) -> torch.dtype:
 
 
 def create_state(parameter: Tensor, state: State, buffers: Sequence[str]) -> None:
-    """Adds missing entries to `state`: zeros for `buffers`, and an fp32 master for half precision."""
+    """Adds missing entries to `state`: zeros for `buffers`, and master weights for half precision."""
     _require_dense(parameter)
     for name in buffers:
         if state.get(name) is None:
@@ -106,11 +106,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def plain(value: Any, where: str) -> Any:
-    """Converts NumPy's numbers to Python's.
+    """Converts NumPy numbers in a state to Python numbers, and checks that a checkpoint can hold it.
 
     Args:
-        value: Part of a state dict, of an optimizer or of a callback.
-        where: The place of the value, for the message.
+        value: A state dict of an optimizer or a callback, or a part of it.
+        where: The name of the state, for the message.
 
     Returns:
         The value without NumPy types.

@@ -1,4 +1,4 @@
-"""Wraps any `torch.optim` class with fp32 masters.
+"""Gives any `torch.optim` class fp32 master weights.
 
 The wrapped class updates fp32 masters from unscaled fp32 gradients and is not called for skipped
 steps. Because the host has to read whether a step is skipped, the update synchronizes with the
@@ -32,7 +32,7 @@ class _Rate(NamedTuple):
 
 
 class _NoRule(UpdateRule):
-    """A rule without an equation, because the inner optimizer computes the update."""
+    """An `UpdateRule` without an equation, because the wrapped optimizer computes the update."""
 
     Hyper: ClassVar[Any] = _Rate
 
@@ -41,14 +41,14 @@ class _NoRule(UpdateRule):
 
 
 class WrappedOptimizer(MasterOptimizer):
-    """Adds fp32 masters to an optimizer of torch.
+    """Gives an optimizer of torch fp32 master weights.
 
     The learning rate of each group is copied to the inner optimizer before every step. All other
     hyper-parameters stay in the inner optimizer, which must have the same groups and parameters.
 
     Args:
         groups: Parameter groups of the model.
-        create: Creates the inner optimizer from groups that contain the masters as parameters.
+        create: Creates the inner optimizer from groups that contain the master weights as parameters.
 
     Example:
         >>> optimizer = WrappedOptimizer(groups, lambda groups: torch.optim.RAdam(groups, lr=1e-3))
@@ -83,11 +83,11 @@ class WrappedOptimizer(MasterOptimizer):
 
     @property
     def path(self) -> str:
-        """The implementation of the step."""
+        """The implementation of the step, for display."""
         return "torch"
 
     def describe(self) -> str:
-        """Describes the class and its differences from Paceline's optimizers."""
+        """Describes the wrapped class and its differences from Paceline's optimizers."""
         name = type(self.inner).__name__.lower()
         decays = any(group.get("weight_decay") for group in self.param_groups)
         ignored = decays and "weight_decay" not in self.inner.defaults
@@ -103,7 +103,7 @@ class WrappedOptimizer(MasterOptimizer):
         super().add_param_group(param_group)
 
     def _run_in_lists(self, rows: list[Row], gates: Gates, outcome: Outcome) -> None:
-        """Reads the switches on the host and makes one update of the inner optimizer."""
+        """Reads on the host whether the step is skipped, and if not, calls the inner optimizer."""
         gradients = unscaled(rows, gates.grad_scale)
         norms = list(torch._foreach_norm(gradients, 2))
         allowed: list[bool] = check_finite(rows, norms, gates, outcome).tolist()
@@ -136,7 +136,7 @@ class WrappedOptimizer(MasterOptimizer):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the inner optimizer and the masters.
+        """Returns the state of the inner optimizer and the master weights.
 
         Some classes keep state in their groups. Values that have changed since the start are saved
         separately, because a resumed run has its own settings.
@@ -155,7 +155,7 @@ class WrappedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of the same class, with or without masters."""
+        """Loads a state dict of the same optimizer class, with or without master weights."""
         inner = state_dict.get("inner", {"class": type(self.inner).__name__, "changed": []})
         if inner["class"] != type(self.inner).__name__:
             raise ValueError(f"the state dict belongs to the optimizer {inner['class']}")
@@ -175,11 +175,11 @@ class WrappedOptimizer(MasterOptimizer):
         self._take_groups()
 
     def state_bytes(self) -> int:
-        """Returns the size of masters and inner state in bytes. The first step creates inner state."""
+        """Returns the size in bytes of master weights and inner state, which the first step creates."""
         return super().state_bytes() + sum(map(tensor_bytes, self.inner.state.values()))
 
     def prepare(self) -> None:
-        """Creates the masters."""
+        """Creates the master weights."""
         self._ready()
 
     def upload(self) -> None:
@@ -198,14 +198,14 @@ def _checked(optimizer: Any) -> Optimizer:
 
 
 def _plain_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Converts a state dict to values that a checkpoint can hold; raises CheckpointError otherwise."""
+    """Returns a state dict of values that a checkpoint can hold; raises CheckpointError otherwise."""
     name = type(optimizer).__name__
     saved = optimizer.state_dict()
     return {key: plain(value, f"{name}.{key}") for key, value in saved.items()}
 
 
 def _check_parameters(given: Groups, used: Groups, *, same_groups: bool = False) -> None:
-    """Raises PacelineError unless an optimizer has exactly the given parameters or groups."""
+    """Raises PacelineError unless an optimizer (`used`) has exactly the `given` parameters or groups."""
     wanted, actual = (
         [[id(p) for p in group["params"]] for group in each] for each in (given, used)
     )
@@ -225,7 +225,7 @@ def _check_parameters(given: Groups, used: Groups, *, same_groups: bool = False)
 
 
 def _keep_rates(groups: Groups) -> None:
-    """Converts rates that differ between groups to `lr_scale`, relative to the largest rate."""
+    """Converts learning rates that differ between groups to `lr_scale`, relative to the largest rate."""
     rates = [float(group["lr"]) for group in groups]
     if min(rates) == max(rates):
         return
@@ -250,16 +250,16 @@ def wrap(
     field: str, name: str, create: Callable[[list[dict[str, Any]]], Any], groups: Groups,
     kind: object = None,
 ) -> MasterOptimizer:  # fmt: skip
-    """Creates a user's optimizer, with masters unless it is a `MasterOptimizer`.
+    """Creates a user's optimizer, with master weights unless it is a `MasterOptimizer`.
 
-    Rates that differ between its groups become their `lr_scale`.
+    Learning rates that differ between its groups become the `lr_scale` of the groups.
 
     Args:
         field: Setting for error messages.
         name: Value of the setting.
         create: Creates the optimizer of groups.
         groups: Parameter groups of the model.
-        kind: The class, if it is known.
+        kind: The class of the optimizer, if it is known.
 
     Returns:
         The optimizer.
@@ -292,7 +292,7 @@ def wrap(
 
 
 def _samples(groups: Groups) -> list[dict[str, Any]]:
-    """Returns copies of the groups that contain copies of only the smallest tensors."""
+    """Returns copies of the parameter groups that contain copies of only the smallest tensors."""
     samples = []
     for group in groups:
         by_dims: dict[int, Tensor] = {}

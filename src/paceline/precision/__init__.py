@@ -1,4 +1,4 @@
-"""Number formats of activations, weights and gradients, and loss scaling."""
+"""Chooses the number formats of activations, weights and gradients, and scales the loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Policy`, the number format of a model, and `LossScale`, which prevents underflow of fp16 gradients.
 
-The weights of convolutions and linear layers have half precision. Biases and the parameters of
-normalization layers stay in fp32. The optimizer holds fp32 master weights.
+With fp16 or bf16, the weights of convolutions and linear layers have half precision. Biases and the
+parameters of normalization layers stay in fp32. The optimizer holds fp32 master weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Policy:
         return self.dtype == torch.float16
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Rounds the matrix weights to `dtype` in place. Weights shared between layers stay shared."""
+        """Rounds the model's matrix weights to `dtype` in place. Shared weights stay shared."""
         if self.is_half:
             for weight in matrix_weights(model):
                 weight.data = weight.data.to(self.dtype)
@@ -104,7 +104,7 @@ def choose_policy(settings: PrecisionSettings, device: torch.device) -> Policy:
 
 
 def allow_tf32(settings: PrecisionSettings) -> None:
-    """Sets torch's global switches for TF32 as the setting `precision.tf32` demands."""
+    """Sets torch's global switches for TF32 to the value of the setting `precision.tf32`."""
     torch.backends.cuda.matmul.allow_tf32 = settings.tf32
     torch.backends.cudnn.allow_tf32 = settings.tf32
 
@@ -124,21 +124,22 @@ def _problem(dtype: torch.dtype, device: torch.device) -> str:
 class LossScale:
     """The loss scale: a dynamic factor if gradients can underflow, else 1.
 
-    The device updates the scale from a flag that is equal on all ranks, without synchronization. A step
-    with fewer samples than the global batch divides the loss by fewer samples, so the gradient of each
-    sample is larger than in a full step. `step_value` is the scale divided by a power of two that
-    compensates for this.
+    The device updates the scale from an overflow flag that is equal on all ranks; the host does not
+    wait. A step with fewer samples than the global batch divides the loss by fewer samples, so the
+    gradient of each sample is larger than in a full step. `step_value` is the scale divided by a power
+    of two that compensates for this.
     """
 
     def __init__(
         self, policy: Policy, settings: PrecisionSettings, *, fp16_travels: bool = False
     ) -> None:
-        """Creates the scale.
+        """Creates the loss scale, which is dynamic if gradients can underflow, else 1.
 
         Args:
             policy: The number format of the model.
             settings: The section `[precision]`, with the initial scale and its bounds.
-            fp16_travels: True if gradients are sent in fp16, so that they can underflow in the exchange.
+            fp16_travels: True if gradients are sent to other ranks in fp16, so that they can underflow
+                there.
         """
         scales = policy.scales_loss or fp16_travels
         self.dynamic = scales
@@ -151,7 +152,7 @@ class LossScale:
         self._quiet_steps = torch.zeros((), device=policy.device)
 
     def begin_step(self, samples: int, global_batch: int) -> None:
-        """Sets `step_value` for a step.
+        """Sets the loss scale of a step, `step_value`.
 
         The scale is divided by the smallest power of two d with samples · d ≥ global_batch. Multiplying
         by a power of two does not round, so the update has the same bits unless a gradient over- or
@@ -183,16 +184,19 @@ class LossScale:
         self._quiet_steps.copy_(torch.where(free, restart, self._quiet_steps))
 
     def describe(self) -> str:
-        """Returns a description to be displayed at the start of the run."""
+        """Describes the loss scale, for display at the start of the run."""
         return f"dynamic, from {float(self.value):g}" if self.dynamic else "none"
 
     def state(self) -> dict[str, float]:
-        """Returns the scale and the count of steps since the last change, for a checkpoint."""
+        """Returns the scale and the number of steps since its last change, for a checkpoint."""
         quiet = float(self._quiet_steps) if self.dynamic else -1.0
         return {"scale": float(self.value), "quiet_steps": quiet}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restores the result of `state`. A dynamic scale ignores the state of a run without scaling."""
+        """Restores what `LossScale.state` has returned.
+
+        A dynamic scale ignores the state of a run without scaling.
+        """
         if self.dynamic and state["quiet_steps"] >= 0:
             self.value.fill_(min(max(state["scale"], self.floor), self.ceiling))
             self._quiet_steps.fill_(state["quiet_steps"])

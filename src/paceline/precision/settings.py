@@ -20,7 +20,7 @@ class PrecisionSettings:
     tf32: bool = True
     """Allow TF32 for fp32 matrix products and convolutions on a GPU."""
     loss_scale_init: float = 65536.0
-    """Initial loss scale of fp16, which changes during the run."""
+    """Initial loss scale of fp16."""
 
     # Bounds of the loss scale. An overflow at the lowest scale ends the run as diverged.
     LOWEST_SCALE: ClassVar[float] = 1.0

@@ -1,4 +1,4 @@
-"""Experiment trackers: CSV, TensorBoard, Weights & Biases, MLflow.
+"""Sends the metrics of a run to experiment trackers: CSV, TensorBoard, Weights & Biases, MLflow.
 
 Trackers receive every number that is written to `metrics.jsonl`. Training imports this package only
 if `run.trackers` names a tracker. A program adds its own tracker with `register`.

@@ -22,8 +22,8 @@ from paceline.core.files import whole_file
 class CsvTracker:
     """Writes `metrics.csv` and `metrics-more.csv`.
 
-    `metrics.csv` has one column for each number of a step or evaluation event, and rows by step.
-    All other numbers are written to `metrics-more.csv`, one per row: step, name, value.
+    `metrics.csv` has one column for each number of a step or evaluation event, and rows by step. Each
+    other number is a row of `metrics-more.csv`: step, name, value.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -59,7 +59,7 @@ class CsvTracker:
 
 
 def _opened(path: Path, columns: list[str], first_step: int) -> Any:
-    """Opens a CSV file for appending, after it has removed the rows of steps after `first_step`.
+    """Opens a CSV file to append to, after removing the rows of steps after `first_step`.
 
     A resumed run computes these steps again and writes their rows again.
     """

@@ -1,4 +1,4 @@
-"""`TrackerThread`: passes the numbers of events to a tracker.
+"""`TrackerThread`: passes the numbers in events of a run to an experiment tracker.
 
 A tracker runs on its own thread and reads from a queue, because its server may be slow, offline or
 full. If the tracker fails, training continues, and one line reports the failure.
@@ -122,7 +122,7 @@ class TrackerThread:
         )
 
     def close(self) -> None:
-        """Waits a limited time until the queue is logged, and reports an unreported error."""
+        """Waits a limited time until all queued numbers are logged; reports a tracker's error."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=1.0)

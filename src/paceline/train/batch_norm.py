@@ -1,4 +1,4 @@
-"""Running statistics of batch norm on each rank, and the average of these statistics over ranks."""
+"""Holds the running statistics of batch norm of this rank, and averages them over ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BatchNormState:
         flat: Running means (row 0) and running variances (row 1) of all layers, one after the other. The
             buffers of the layers are views of this tensor.
         tracked: Number of batches that each layer has processed.
-        kept: Statistics that a step may change and a checkpoint contains: `flat`, or in a subclass
-            a tensor with statistics of several ranks.
+        kept: The statistics that a step may change and that a checkpoint contains. This is `flat`; a
+            subclass can use a tensor with statistics of several ranks.
         kept_tracked: The batch counts that belong to `kept`.
     """
 
@@ -61,7 +61,7 @@ class BatchNormState:
         self.keep(self.flat, self.tracked)
 
     def keep(self, flat: Tensor, tracked: Tensor) -> None:
-        """Sets the statistics that are kept between steps."""
+        """Sets the tensors that `kept` and `kept_tracked` refer to."""
         self.kept, self.kept_tracked = flat, tracked
         self._flat_before, self._tracked_before = flat.clone(), tracked.clone()
 
@@ -105,15 +105,15 @@ class BatchNormState:
             self.flat.copy_(own)
 
     def rows(self, group: Group, *, average: bool = False) -> Tensor | None:
-        """Gathers `kept` of all ranks on rank 0; see `gather_rows`."""
+        """Gathers `kept` of all ranks on rank 0; see the function `gather_rows`."""
         return self.gather(self.kept, group, average=average)
 
     def gather(self, kept: Tensor, group: Group, *, average: bool = False) -> Tensor | None:
-        """Gathers a tensor with the shape of `kept` from all ranks on rank 0; see `gather_rows`."""
+        """Gathers a tensor like `kept` from all ranks on rank 0; see the function `gather_rows`."""
         return gather_rows(kept, self.tracked, group, average=average)
 
     def gather_tracked(self, group: Group, *, average: bool = False) -> Tensor | None:
-        """Gathers the batch counts of all ranks on rank 0, of shape [ranks, layers]; None elsewhere.
+        """Gathers all ranks' batch counts on rank 0, of shape [ranks, layers]; None on other ranks.
 
         `average` is True if the statistics were averaged: all ranks then get the largest counts.
         """
@@ -129,23 +129,23 @@ class BatchNormState:
         self.kept_tracked.copy_(self.own_tracked(tracked, group))
 
     def own_rows(self, rows: Tensor, tracked: Tensor, group: Group) -> Tensor:
-        """Returns this rank's statistics from `rows`, of shape [ranks, 2, width].
+        """Returns this rank's statistics from the checkpoint's `rows`, of shape [ranks, 2, width].
 
-        Returns the average if the number of ranks has changed.
+        Returns the average over `rows` if the number of ranks has changed.
         """
         return rows[group.rank] if rows.shape[0] == group.world_size else pool(rows, tracked)
 
     def own_tracked(self, tracked: Tensor, group: Group) -> Tensor:
-        """Returns this rank's batch counts from `tracked`, of shape [ranks, layers]."""
+        """Returns this rank's batch counts from the checkpoint's `tracked`, of shape [ranks, layers]."""
         return tracked[group.rank] if len(tracked) == group.world_size else tracked.amax(0)
 
 
 def gather_rows(flat: Tensor, tracked: Tensor, group: Group, *, average: bool) -> Tensor | None:
-    """Gathers the statistics of all ranks on rank 0.
+    """Gathers the batch-norm statistics of all ranks on rank 0.
 
     Args:
         flat: Statistics of this rank, of shape [2, width].
-        tracked: Batch counts of this rank.
+        tracked: Number of batches that each layer has processed on this rank.
         group: The ranks.
         average: True to replace `flat` on all ranks by the average over ranks, so that training continues
             with the same values as a resumed run.
@@ -165,7 +165,8 @@ def average_over_ranks(flat: Tensor, tracked: Tensor, group: Group) -> Tensor:
 
     Args:
         flat: Statistics of this rank.
-        tracked: Batch counts of this rank, its weight in the average.
+        tracked: Number of batches that each layer has processed on this rank, which is the weight of
+            the rank in the average.
         group: The ranks.
     """
     weights = _weights(_counts(tracked, group))
@@ -180,8 +181,8 @@ def pool(rows: Tensor, tracked: Tensor | None = None) -> Tensor:
 
     Args:
         rows: The statistics of all ranks.
-        tracked: Batch counts of shape [ranks, layers], the weights of the ranks. All weights are equal
-            without counts, or with counts of another number of ranks.
+        tracked: Number of batches by rank and layer, the weights of the ranks in the average. If it is
+            None, or belongs to another number of ranks, all weights are equal.
     """
     if tracked is None or len(tracked) != len(rows):
         tracked = torch.ones(len(rows), 1)
@@ -192,12 +193,12 @@ def pool(rows: Tensor, tracked: Tensor | None = None) -> Tensor:
 
 
 def as_rows(tracked: Tensor) -> Tensor:
-    """Returns batch counts as [ranks, layers]. Older checkpoints have one row without its dimension."""
+    """Returns batch counts in shape [ranks, layers]; in older checkpoints they have shape [layers]."""
     return tracked if tracked.dim() > 1 else tracked[None]
 
 
 def _counts(tracked: Tensor, group: Group) -> Tensor:
-    """Returns the batch counts of all ranks, of shape [ranks, layers]. A collective."""
+    """Returns the batch counts of all ranks, of shape [ranks, layers]. All ranks call this."""
     counts = torch.zeros(group.world_size, len(tracked), dtype=torch.int64, device=tracked.device)
     counts[group.rank] = tracked
     group.all_reduce_sum(counts)

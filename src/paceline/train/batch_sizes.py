@@ -1,4 +1,4 @@
-"""Batch sizes of a run, and the stages of a growing batch."""
+"""Chooses the batch sizes of a run, and the epochs at which a growing batch changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVAL_BATCH, _EVAL_TIMES = 256, 4
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Batch sizes of a step: `global_batch` is a multiple of `micro_batch`.
+    """The batch sizes of a step. `global_batch` is a multiple of `micro_batch`.
 
     Attributes:
         global_batch: Number of samples in one update.
@@ -61,9 +61,9 @@ def resolve_batch_sizes(
     """Chooses the batch sizes that the user has not given.
 
     Args:
-        global_batch: Number of samples in one update. The default is the micro-batch times the number of
-            ranks. If both are None, the default is 256. It is lower (but at least about 16) if an epoch
-            would have fewer than eight steps.
+        global_batch: Number of samples in one update. The default is the micro-batch times the number
+            of ranks. If both are None, the default is 256. The default is lower (but at least about
+            16) if an epoch would have fewer than eight steps.
         micro_batch: Number of samples in one pass on one rank. The default is at most 256.
         world_size: Number of ranks.
         samples: Number of training images, if known.
@@ -73,7 +73,7 @@ def resolve_batch_sizes(
 
     Raises:
         ConfigError: If the global batch is not a multiple of the micro-batch, or if no micro-batch
-            divides it well. The message names the nearest valid sizes.
+            would keep all ranks about equally busy. The message names the nearest valid sizes.
     """
     if micro_batch is None and global_batch is None and samples is not None:
         most = max(_LEAST_AUTOMATIC_BATCH, samples // _LEAST_STEPS_PER_EPOCH)
@@ -103,10 +103,11 @@ def eval_batch(micro_batch: int) -> int:
 def requested_batch(
     config: RunConfig, ranks: int, resumed: Checkpoint | None = None
 ) -> tuple[int | None, int | None, int]:
-    """Returns the first three arguments of `resolve_batch_sizes`.
+    """Returns global batch, micro-batch and number of ranks, as arguments of `resolve_batch_sizes`.
 
     The micro-batch is None if `optim.scaling` chooses it. A resumed run keeps the sizes with which it
-    started, unless the settings contain others, so that they do not depend on the number of ranks.
+    started, unless the settings contain other sizes. So the sizes do not depend on the number of ranks
+    of the resumed run.
     """
     scaled = config.optim.scaling == "auto"
     first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
@@ -122,13 +123,16 @@ def requested_batch(
 
 
 def batch_stages(settings: OptimSettings, sizes: BatchSizes) -> Stages:
-    """Returns the pairs (epoch, global batch) that follow the first batch (`optim.batch_schedule`)."""
+    """Returns the later batch sizes of a growing batch, as pairs (first epoch, global batch).
+
+    The setting is `optim.batch_schedule`.
+    """
     epochs = settings.of("step", Step).epochs
     return settings.batch_growth.after(sizes.global_batch, sizes.micro_batch, epochs)
 
 
 def _automatic(global_batch: int, world_size: int) -> BatchSizes:
-    """Divides the global batch into as few micro-batches as the largest automatic size allows."""
+    """Chooses the micro-batch for a global batch: as large as one pass allows."""
     micro_batch = largest_micro_batch(global_batch, world_size, LARGEST_AUTOMATIC_MICRO_BATCH)
     part = -(-global_batch // world_size)
     if global_batch % world_size and 4 * micro_batch < min(part, LARGEST_AUTOMATIC_MICRO_BATCH):
@@ -147,7 +151,7 @@ def _sizes(global_batch: int, micro_batch: int, world_size: int, *, automatic: b
 
 
 def _nearest_divisor(global_batch: int, wanted: int) -> str:
-    """Returns the valid micro-batches closest to `wanted`."""
+    """Returns the possible micro-batches closest to `wanted`, as a text."""
     divisors = [d for d in range(1, global_batch + 1) if global_batch % d == 0]
     near = sorted(divisors, key=lambda d: (abs(d - wanted), d))[:2]
     return " or ".join(str(d) for d in sorted(near))

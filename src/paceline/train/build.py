@@ -1,7 +1,7 @@
 """Builds a run: folder, checkpoint, data, model, training step and loader.
 
-`build` returns a `Training`, which the training loop runs. If a stage can fail on one rank alone, all
-ranks agree on the result before the next stage begins, so that all ranks fail with the same error.
+`build` returns a `Training`, which the training loop runs. After each part that can fail on one rank
+alone, all ranks compare errors, so that all ranks fail with the same error.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def build(
     config: RunConfig, group: Group, stop: StopSignals, components: Components | None = None,
     startup: StartUp | None = None,
 ) -> Training:  # fmt: skip
-    """Builds all parts of a run. A collective.
+    """Builds data, model, training step and checkpoints of a run. All ranks call this.
 
     Args:
         config: The settings of the run.
         group: The ranks.
-        stop: Requests to stop or save.
+        stop: Records signals that ask to stop or to save.
         components: Python objects that replace objects that the settings name.
         startup: Records the time that each part of the start-up takes.
 
@@ -172,7 +172,7 @@ def _assemble(
 def _loader_factory(
     config: RunConfig, source: Source, parts: StepParts, group: Group, components: Components
 ) -> Callable[[BatchPlan, int], TrainBatches]:
-    """Returns a function that creates this rank's loader for a batch plan, from a given first step."""
+    """Returns a function that creates this rank's loader for a batch plan, from a given step on."""
 
     def make_loader(batches: BatchPlan, first_step: int) -> TrainBatches:
         return create_train_loader(
@@ -187,7 +187,10 @@ def _build_model(
     config: RunConfig, strategy: Strategy, inputs: RunInputs, plan: BatchPlan, rate: float,
     checkpoint: Checkpoint | None, components: Components, startup: StartUp,
 ) -> tuple[StepParts, list[str], list[str]]:  # fmt: skip
-    """Returns the parts of the step, notes on the model, and notes on the pretrained weights."""
+    """Creates the model and the parts of its training step.
+
+    Returns them with notes on the model and notes on the pretrained weights.
+    """
     group, source = strategy.group, inputs.source
     with group.phase("model"):
         model, pretrained = _create_model(config, source, group, components)
@@ -214,10 +217,10 @@ def _build_model(
 
 @contextmanager
 def _leaving_together(group: Group) -> Iterator[None]:
-    """Delays an error that all ranks raise until all ranks have reached it.
+    """Delays an error that all ranks raise until every rank has seen it.
 
-    If a rank left immediately, it would close connections that slower ranks are still creating, and the
-    backend of these ranks would raise a different error.
+    If a rank left immediately, it would close connections that slower ranks are still creating, and
+    the backend of these ranks would raise a different error.
     """
     try:
         yield

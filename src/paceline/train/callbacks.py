@@ -1,4 +1,4 @@
-"""`Callback`: a user's code that runs at the events of a training run; `EarlyStopping` is an example.
+"""`Callback`, the base class of user code that runs at the events of a run, and `EarlyStopping`.
 
 Callbacks run on every rank, in the given order. The results in an `EvalEvent` and the loss in a
 `StepEvent` are equal on all ranks. An exception in a callback on any rank ends the run on all ranks:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RunControl:
-    """Information about the run and requests to it, for callbacks.
+    """Gives callbacks access to the run: its state, and requests to stop, save or log.
 
     Example:
         class StopAtLoss(pl.Callback):
@@ -46,7 +46,7 @@ class RunControl:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Number of this rank."""
         return self._training.group.rank
 
     @property
@@ -86,7 +86,7 @@ class RunControl:
         self._training.stop.requested = True
 
     def save(self) -> None:
-        """Saves a checkpoint after the next step. A request from one rank is enough."""
+        """Saves a checkpoint on all ranks after the next step. A request from one rank is enough."""
         self._training.stop.save_requested = True
 
     def log(self, **values: float) -> None:
@@ -120,7 +120,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`. Runs before `on_start` of a resumed run."""
+        """Restores what `state_dict` has returned. Runs before `on_start` of a resumed run."""
 
     def on_start(self, run: RunControl, event: StartEvent) -> None:
         """Runs before the first step of this process."""
@@ -148,7 +148,10 @@ _HOOKS: dict[type[Event], str] = {
 
 
 class CallbackRunner:
-    """Passes events to callbacks. Stores the first exception in `error` and asks the run to stop."""
+    """Passes the events of a run to its callbacks.
+
+    If a callback raises an exception, stores the exception in `error` and asks the run to stop.
+    """
 
     def __init__(self, callbacks: Sequence[Callback], training: Training) -> None:
         self._callbacks = callbacks
@@ -177,9 +180,9 @@ class CallbackRunner:
         self._training.stop.requested = True
 
     def state(self) -> dict[str, Any]:
-        """Returns the states of all callbacks by position and class name.
+        """Returns the states of all callbacks, by position and class name, for a checkpoint.
 
-        A callback fails if a checkpoint cannot contain the state that it returns.
+        An error of a callback is recorded if a checkpoint cannot contain the state that it returns.
         """
         states = {}
         for number, callback in enumerate(self._callbacks):
@@ -194,7 +197,7 @@ class CallbackRunner:
         return states
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restores the states. Callbacks without a saved state start afresh."""
+        """Restores the states of callbacks. Callbacks without a saved state keep their initial state."""
         for number, callback in enumerate(self._callbacks):
             if (key := f"{number}:{type(callback).__name__}") in saved:
                 callback.load_state_dict(dict(saved[key]))

@@ -55,8 +55,9 @@ class Checkpoint:
     Attributes:
         average: State of `WeightAverage`; empty if weights are not averaged.
         callbacks: State of the user's callbacks on rank 0.
-        exchange: State of the gradient exchange of each rank, such as wire residuals; usually empty.
-        strategy: State of the strategy, under the strategy's name.
+        exchange: State of each rank's gradient exchange, such as the residuals of a compressing wire
+            format (error feedback); usually empty.
+        strategy: State of the training strategy (`run.strategy`), under the strategy's name.
     """
 
     progress: dict[str, Any]
@@ -85,18 +86,18 @@ class Checkpoint:
 
     @property
     def salvaged_by(self) -> int | None:
-        """The rank that wrote a salvaged checkpoint; None for a regular checkpoint.
+        """The rank that saved this checkpoint alone, after a rank was lost; None if all ranks saved.
 
-        A salvaged checkpoint contains only the batch-norm statistics of the rank that wrote it.
+        Such a salvaged checkpoint contains only the batch-norm statistics of the rank that wrote it.
         """
         rank = self.batch_norm.get("only_rank")
         return None if rank is None else int(rank)
 
     def with_tensors(self, change: Callable[[Tensor, tuple[Any, ...]], Tensor]) -> Checkpoint:
-        """Returns a copy of the checkpoint with each tensor replaced by `change(tensor, place)`.
+        """Returns a copy of the checkpoint in which `change` has replaced each tensor.
 
         Args:
-            change: Returns the replacement, given a tensor and the keys that lead to the tensor.
+            change: Returns the replacement of a tensor, given the tensor and the keys that lead to it.
         """
         names = self.__dataclass_fields__
         parts = {name: _changed(getattr(self, name), change, (name,)) for name in names}
@@ -179,12 +180,12 @@ def _changed(
 
 
 def _not_expanded(tensor: Tensor) -> Tensor:
-    """Returns a tensor that is not larger than its storage, as `load_tensors` requires."""
+    """Returns `tensor`, or a copy if it is larger than its storage, which `load_tensors` refuses."""
     return tensor if tensor.nbytes <= tensor.untyped_storage().nbytes() else tensor.contiguous()
 
 
 def _check_types(parts: dict[str, Any], path: Path) -> None:
-    """Checks the types of all parts: a different program can write a file with a correct SHA-256."""
+    """Checks the types of all entries, as another program can write a file with a correct SHA-256."""
     step = parts["progress"].get("step") if isinstance(parts.get("progress"), dict) else None
     wrong = [
         name
@@ -197,7 +198,7 @@ def _check_types(parts: dict[str, Any], path: Path) -> None:
 
 
 def content_hash(value: Any) -> str:
-    """Returns the SHA-256 of all names, plain values and bytes of tensors, in order."""
+    """Returns the SHA-256 of all names, plain values and tensor bytes in a nested value, in order."""
     digest = hashlib.sha256()
     _feed(digest, value)
     return digest.hexdigest()
@@ -251,9 +252,9 @@ def _unreadable(path: Path, content: bytes, error: Exception) -> CheckpointError
 class CheckpointStore:
     """The folder `RUN/checkpoints`: the last `keep` checkpoints (`step-00001200.pt`) and `best.pt`.
 
-    A file is removed only after a newer file is in place. After the loss of a rank, a surviving rank
-    saves `step-00001207.salvaged.pt`. A resume uses such a salvaged checkpoint only if no regular
-    checkpoint is as new.
+    A file is removed only after a newer file is in place. After another rank is lost, a rank saves its
+    own state as `step-00001207.salvaged.pt`. A resume uses such a salvaged checkpoint only if no
+    regular checkpoint is as new.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -261,7 +262,7 @@ class CheckpointStore:
         self._keep = keep
 
     def path(self, step: int) -> Path:
-        """Returns the path of a regular checkpoint."""
+        """Returns the path of the regular checkpoint of `step`."""
         return self.folder / f"step-{step:08d}.pt"
 
     @property
@@ -270,7 +271,7 @@ class CheckpointStore:
         return self.folder / "best.pt"
 
     def salvaged_path(self, step: int) -> Path:
-        """Returns the path of a salvaged checkpoint."""
+        """Returns the path of the salvaged checkpoint of `step`, saved after the loss of a rank."""
         return self.folder / f"step-{step:08d}.salvaged.pt"
 
     def steps(self) -> list[int]:
@@ -288,7 +289,7 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def candidates(self) -> list[Path]:
-        """Returns files to resume from, the newest first.
+        """Returns the checkpoints from which a run can resume, the newest first.
 
         For one step, the regular checkpoint precedes the salvaged one. The best checkpoint is last,
         because its name has no step.
@@ -309,7 +310,7 @@ class CheckpointStore:
         Args:
             checkpoint: The checkpoint.
             best: True to write the checkpoint as `best.pt`, too.
-            forget: True to remove the oldest checkpoints.
+            forget: True to remove all but the last `keep` regular checkpoints.
 
         Returns:
             Path of the regular checkpoint.

@@ -1,9 +1,9 @@
 """`CheckpointWriter`: writes checkpoints on a thread while training continues.
 
-Steps wait only while the state is copied to host memory (`HostCopy`). The thread hashes, serializes,
-writes, syncs and renames in the same order as a save without a thread, so a kill leaves the previous
-checkpoint in place. Only one checkpoint is written at a time: the next save waits until the file is
-complete. If the host has no memory for the copy, training waits for the file.
+Training waits only while the state is copied to host memory (`HostCopy`). The thread then writes a
+temporary file and renames it at the end, so if the process is killed, the previous checkpoint stays in
+place. Only one checkpoint is written at a time: the next save waits until the file is complete. If the
+host has no memory for the copy, training waits for the file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from paceline.train.machine import out_of_memory
 
 @dataclass(frozen=True)
 class Written:
-    """The result of one save.
+    """The result of saving one checkpoint.
 
     Attributes:
         step: Number of completed steps in the checkpoint.
         best: True if the checkpoint was saved as the best one.
         save_s: Time from the start of the save until the file was in place, in seconds.
-        stall_s: Part of `save_s` in which no step could run.
+        stall_s: Part of `save_s` in which training waited.
         path: The file, or None after an error.
         error: The error, or None after a success.
         note: Reason why training had to wait for the file, to be displayed once; "" if it did not wait.
@@ -47,15 +47,16 @@ class Written:
 
 
 class _NoHostMemoryError(Exception):
-    """The host has no memory for the copy of a tensor, or cannot pin it."""
+    """Raised if the host has no memory for the copy of a tensor, or cannot pin it."""
 
 
 class HostCopy:
     """Copies the tensors of checkpoints to host memory, which is reused from save to save.
 
-    GPU tensors are copied to pinned memory. All copies are queued behind the last update, and one wait
-    ends when all copies are complete, so that no step is launched earlier. The memory is reused, because
-    allocating pinned memory, or touching new memory for the first time, takes longer than the copy.
+    GPU tensors are copied to pinned memory. All copies are queued behind the last update of the
+    weights, and `take` returns when all copies are complete, so that the next step cannot change what
+    is copied. The memory is reused, because allocating pinned memory, or touching new memory for the
+    first time, takes longer than the copy.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ def _new_place(source: Tensor) -> Tensor:
 
 
 def _free_pinned_memory() -> None:
-    """Gives the pinned memory that torch caches for later tensors back to the system."""
+    """Returns the pinned memory that torch keeps for later tensors to the system."""
     free = getattr(torch._C, "_host_emptyCache", None)
     if free is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         free()
@@ -135,9 +136,9 @@ def _fits(place: Tensor, source: Tensor) -> bool:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, on a thread or, without `background`, before `save` returns.
+    """Writes one checkpoint at a time, on a thread, or before `save` returns if `background` is False.
 
-    All methods must be called from one thread. `take_written` returns the result of a save.
+    All methods must be called from one thread. `take_written` returns the result.
     """
 
     def __init__(self, *, background: bool) -> None:
@@ -177,7 +178,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def _note_no_copy(self, step: int) -> str:
-        """Returns a note for the first save without a host copy; "" for later saves."""
+        """Returns a note for the first save for whose copy memory was missing; "" for later ones."""
         if self._noted:
             return ""
         self._noted = True

@@ -1,4 +1,4 @@
-"""Displays the progress of a run or of work on data: live on a terminal, else as plain lines."""
+"""Displays the progress of training or of preparing data: live on a terminal, else as plain lines."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class LiveDisplay:
 
 
 def describe_event(event: Event) -> str | None:
-    """Returns the text of an event; None for a step or without a text. Names in events are untrusted."""
+    """Returns the line to display for an event; None for a step or an event without such a line."""
     match event:
         case StartEvent():
             begin = f"resumed from {event.resumed_from}" if event.resumed_from else "starting"
@@ -161,7 +161,7 @@ def _describe_startup(seconds: Mapping[str, float]) -> str:
 
 
 def describe_step(event: StepEvent, rates: deque[float]) -> str:
-    """Returns the text of a step. The displayed rate is the median of `rates` (images per second)."""
+    """Returns the line to display for a step, with the median of `rates` (images per second)."""
     stall = ""
     causes = event.input_stall_causes
     if causes and event.input_stall_s > _NOTABLE_STALL * event.step_s:

@@ -1,6 +1,6 @@
-"""`EvalDetails`: counts by class and prediction, and the most confident mistakes with thumbnails.
+"""`EvalDetails`: a confusion matrix of an evaluation, and its most confident mistakes.
 
-Collecting does not wait for the device before the end of the evaluation.
+The results stay on the device until the end of the evaluation, so that the host does not wait.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _MOST_IMAGES, _MOST_CLASSES = 20_000, 1_000
 
 
 def wants_details(config: RunConfig, images: int, classes: int) -> bool:
-    """Returns True if the evaluation collects details; equal on all ranks."""
+    """Returns True if an evaluation collects `EvalDetails`. The result is equal on all ranks."""
     if config.run.eval_details == "auto":
         return images <= _MOST_IMAGES and classes <= _MOST_CLASSES
     return config.run.eval_details == "on"
 
 
 class EvalDetails:
-    """Collects counts and mistakes of this rank, batch by batch; `gather` combines those of all ranks."""
+    """Collects a confusion matrix and the most confident mistakes of this rank, batch by batch.
+
+    `gather` combines those of all ranks.
+    """
 
     def __init__(self, classes: int, device: torch.device) -> None:
         self._classes = classes
@@ -42,7 +45,7 @@ class EvalDetails:
         self._images: Tensor | None = None
 
     def add(self, outputs: Tensor, labels: Tensor, images: Tensor) -> None:
-        """Adds the counts and the most confident mistakes of a batch.
+        """Adds the predictions of a batch.
 
         Args:
             outputs: Logits on the device, samples × outputs.
@@ -64,11 +67,11 @@ class EvalDetails:
         self._predicted = torch.cat([self._predicted, inside[highest.indices]])[best.indices]
 
     def gather(self, group: Group, step: int, classes: list[str]) -> bytes | None:
-        """Combines the counts and mistakes of all ranks. A collective.
+        """Combines the counts and mistakes of all ranks. All ranks call this.
 
         Args:
             group: The ranks.
-            step: Number of completed steps of the evaluated weights.
+            step: Number of training steps after which the weights were evaluated.
             classes: Names of the classes.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Evaluation of a model or of a checkpoint file: exact top-1 and top-5 over the validation images.
+"""Evaluates a model or a checkpoint file: exact top-1 and top-5 over the validation images.
 
 Exactly one rank evaluates each image, and the counts are summed over ranks. The result thus does not
 depend on the number of ranks, except that in half precision, rounding can change a few images.
@@ -63,9 +63,9 @@ class EvalResult:
         top5: Top-5 accuracy in percent.
         loss: Mean loss.
         samples: Number of images.
-        corrupt_count: Corrupt images on all ranks.
-        corrupt_here: Corrupt images of this rank.
-        eval_s: Time of the evaluation.
+        corrupt_count: Number of corrupt images on all ranks.
+        corrupt_here: The corrupt images that this rank has read.
+        eval_s: Time of the evaluation in seconds.
     """
 
     top1: float
@@ -91,15 +91,15 @@ def evaluate(
     details: EvalDetails | None = None,
     flip: bool = False,
 ) -> EvalResult | signal.Signals:
-    """Evaluates a model. A collective.
+    """Evaluates a model. All ranks call this at the same point.
 
     Args:
         model: The model, whose batch-norm statistics are already averaged over ranks.
         batches: The batches of this rank.
-        normalize: Turns images into inputs.
-        policy: The number format.
+        normalize: Turns uint8 images into inputs of the model.
+        policy: The number format of the forward pass.
         group: The ranks.
-        stop: Requests to stop.
+        stop: Records signals that ask to stop.
         corrupt_limit: Largest allowed number of corrupt images on all ranks; None for no limit.
         classes: Number of classes, used to find the logits if the model has several outputs.
         loss_function: The reported loss. The default is cross-entropy.
@@ -128,7 +128,7 @@ def evaluate(
     except (PacelineError, RuntimeError, MemoryError) as error:
         # The other ranks wait in the sum below, which reports the error to them.
         where = f"evaluating {sums.batch_size} images at a time"
-        remedy = "use a smaller --batch-size, which lowers it too"
+        remedy = "use a smaller --batch-size, which also makes this batch smaller"
         own = error if isinstance(error, PacelineError) else None
         fault = own or out_of_memory(error, where, remedy)
         if fault is None:
@@ -161,7 +161,7 @@ def evaluate(
 
 @dataclass
 class _Sums:
-    """Evaluates batches and sums loss and correct predictions; with `flip`, also uses mirror images.
+    """Evaluates batches; sums loss and correct predictions. If `flip` is set, also uses mirror images.
 
     The sums of this rank stay on the device until the end.
     """
@@ -213,7 +213,7 @@ class _Sums:
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Sets evaluation mode without gradients; restores the mode of each module at the end.
 
-    Frozen batch norms are in evaluation mode during training, too.
+    The modes of modules can differ, because frozen batch norms are in evaluation mode during training.
     """
     modes = [(module, module.training) for module in model.modules()]
     # A user's model may keep tensors, and training cannot use tensors of inference mode.
@@ -235,7 +235,9 @@ def takes_evaluation(
     policy: Policy,
     images: Sequence[int],
 ) -> bool:
-    """Returns True if a loss accepts the outputs of a model in evaluation mode.
+    """Returns True if a loss function accepts the outputs of a model in evaluation mode.
+
+    A user's loss might need outputs that the model only has in training mode.
 
     Args:
         loss: The training loss.
@@ -284,11 +286,11 @@ def evaluate_file(
 
     Args:
         path: The checkpoint.
-        overrides: Settings that replace settings of the checkpoint. `data.dir` without `data.val_split`
-            means that the data is not that of the run; see `open_other`.
+        overrides: Settings that replace settings of the checkpoint. If `data.dir` is given without
+            `data.val_split`, the images are not those of the run; see `open_other`.
         batch_size: Number of images per forward pass on one rank.
         components: Python objects that replace objects that the settings name.
-        trust: Allows the code that the settings name; see `stored_config`.
+        trust: True to allow all code that the settings of the checkpoint name; see `stored_config`.
 
     Returns:
         The result, or the signal that stopped the evaluation; the settings in use; and the number of
@@ -344,7 +346,7 @@ def evaluate_file(
 
 
 def _evaluation_loss(config: RunConfig, components: Components, classes: int) -> TrainingLoss:
-    """Returns the loss of the program or of the settings.
+    """Returns the loss that the program has passed or, without one, that the settings name.
 
     Returns cross-entropy if the loss was a Python object of another program.
     """

@@ -1,7 +1,8 @@
-"""Chooses the plan of the gradient exchange, agrees on it among all ranks, and creates the exchange.
+"""Chooses how gradients are exchanged (buckets, algorithms, formats) and creates the exchange.
 
-A resumed run keeps the plan of the checkpoint if the number of ranks and the settings that determine the
-plan are unchanged. Otherwise the plan comes from the plan file or, without a file, from the settings
+These choices are a `FusionPlan`, which is equal on all ranks. A resumed run keeps the plan of the
+checkpoint if the number of ranks and the settings that determine the plan are unchanged. Otherwise the
+plan comes from the plan file (`comm.plan`) or, if there is none, from the other settings
 (`ChosenPlan.of`). A backward pass before the first step records the order of the gradients and tests
 model and loss (`DryBackward`).
 """
@@ -45,13 +46,13 @@ from paceline.train.strategy import Strategy, is_idle, strategy_class
 
 @dataclass(frozen=True)
 class ExchangeParts:
-    """The plan of the exchange on which all ranks agree, before memory is allocated.
+    """How gradients will be exchanged. All ranks agree on this before they allocate the buffers.
 
     Attributes:
         settings: The section `[comm]`.
-        file: The plan and the facts about model and cluster for which it was made.
+        file: The fusion plan, together with the model and the cluster for which it was made.
         trained: The trained parameters by name.
-        origin: Description of the plan's origin; "" if the settings made it.
+        origin: Text that says where the plan comes from; "" if the settings made it.
     """
 
     settings: CommSettings
@@ -61,7 +62,7 @@ class ExchangeParts:
 
     @property
     def plan(self) -> FusionPlan:
-        """The fusion plan."""
+        """The fusion plan: the gradient buckets with their algorithms and wire formats."""
         return self.file.plan
 
     @property
@@ -73,7 +74,7 @@ class ExchangeParts:
         self, group: Group, *, accumulate: bool, graphs: bool, squares: bool = False,
         transport: Transport | None = None,
     ) -> GradientExchange:  # fmt: skip
-        """Creates the exchange with its process groups, thread and memory. A collective.
+        """Creates the exchange with its process groups, thread and memory. All ranks call this.
 
         Args:
             group: The ranks.
@@ -98,7 +99,7 @@ class ExchangeParts:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """The fusion plan from the checkpoint, the plan file or the settings.
+    """The fusion plan (gradient buckets) that the checkpoint, the plan file or the settings choose.
 
     Attributes:
         choice: Makes a plan from the settings; None if the checkpoint decides.
@@ -157,7 +158,7 @@ class ChosenPlan:
         return cls(settings, trained, facts, cluster, choice, plan, origin, constants)
 
     def facts(self) -> dict[str, str]:
-        """Returns facts that must be equal on all ranks before they create process groups."""
+        """Returns values that all ranks compare before they create process groups."""
         if self.plan is not None:
             decides = {"the fusion plan": self.plan.fingerprint}
         else:
@@ -167,7 +168,9 @@ class ChosenPlan:
 
 
 def plan_exchange(chosen: ChosenPlan, group: Group, backward: Callable[[], None]) -> ExchangeParts:
-    """Makes the plan if the choice still lacks it. A collective.
+    """Completes a choice of buckets, with the order of the gradients if the plan depends on it.
+
+    All ranks call this.
 
     Args:
         chosen: The choice, on which all ranks have agreed.
@@ -208,7 +211,7 @@ def measured_constants(
 
 
 def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
-    """Returns the planner's prediction for this plan, for the report."""
+    """Returns the planner's predicted times for this plan, for the report."""
     if not settings.plan:
         return None
     try:
@@ -220,12 +223,12 @@ def _expected(settings: CommSettings, plan: FusionPlan) -> Expected | None:
 
 
 def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
-    """Refuses a plan with a wire format that the configuration would refuse as `comm.wire`.
+    """Checks that the configuration allows the wire formats of a plan, as it would for `comm.wire`.
 
     Args:
         config: The settings of the run.
         plan: The plan, equal on all ranks.
-        origin: Description of the plan's origin; decides which remedy the error names.
+        origin: Text that says where the plan comes from; decides which remedy the error names.
 
     Raises:
         ConfigError: If the configuration does not allow the wire format of a bucket.
@@ -245,7 +248,7 @@ def check_wires(config: RunConfig, plan: FusionPlan, origin: str) -> None:
 
 
 def count_nodes(group: Group) -> int:
-    """Returns the number of nodes on which ranks run. A collective."""
+    """Returns the number of nodes on which ranks run. All ranks call this."""
     seen = torch.zeros(group.world_size, device=group.device)
     seen[min(group.topology.node_rank, group.world_size - 1)] = 1
     group.all_reduce_sum(seen)
@@ -253,7 +256,7 @@ def count_nodes(group: Group) -> int:
 
 
 def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: FastPath) -> str:
-    """Describes the exchange for display.
+    """Describes the gradient exchange for display.
 
     Returns:
         "" if a single rank exchanges nothing, else a line such as `7 buckets of 84 KiB to 20.4 MiB,
@@ -295,7 +298,7 @@ def describe_idle(config: RunConfig, ranks: int) -> str:
 
 
 def _when(exchange: GradientExchange, fast: FastPath) -> str:
-    """Describes when the exchange sends buckets."""
+    """Describes when the exchange sends buckets: during or after the backward pass."""
     if exchange.note:
         return exchange.note
     if not exchange.overlaps:
@@ -311,9 +314,11 @@ def _when(exchange: GradientExchange, fast: FastPath) -> str:
 
 @dataclass(frozen=True)
 class DryBackward:
-    """A forward and backward pass over images of zeros, before the first step.
+    """Runs a forward and backward pass over images of zeros, before the first step.
 
-    The pass restores running statistics and random generators. The caller discards the gradients.
+    This records the order of the gradients and finds errors in model and loss.
+
+    Running statistics and random generators are restored. The caller discards the gradients.
 
     Attributes:
         forward: The forward pass.
@@ -322,8 +327,8 @@ class DryBackward:
         batch_norm: The running statistics, which the pass restores.
         images: Shape of a micro-batch, so that the first step can reuse compiled code.
         loss: The training loss.
-        foreign: A user's model. Its buffers are restored, too, and its exceptions become errors of one
-            line. None for a built-in model.
+        foreign: The model, if it is a user's; None for a built-in model. The buffers of a user's model
+            are restored, too, and its exceptions become errors of one line.
         advise: Returns remedies for an exception in the pass.
     """
 
@@ -386,7 +391,7 @@ class DryBackward:
 
     @contextmanager
     def _as_first_step(self) -> Iterator[None]:
-        """Restores buffers and random generators at the end; converts errors as the first step does."""
+        """Restores buffers and random generators at the end; explains errors as the first step does."""
         device = self.policy.device
         self.batch_norm.remember()
         try:

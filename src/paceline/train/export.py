@@ -33,7 +33,7 @@ _FIRST_OPSET = 18
 
 
 def check_export(out: Path, opset: int | None) -> None:
-    """Refuses a file format or an opset that cannot be written, with a ConfigError."""
+    """Raises ConfigError if the file format of `out` or the ONNX opset cannot be written."""
     if out.suffix not in FORMATS:
         raise ConfigError(
             "OUT", str(out), "is not a format to export", f"end it in {', '.join(FORMATS)}"
@@ -158,7 +158,7 @@ def export_onnx(predictor: Predictor, out: Path, opset: int | None) -> str:
 
 
 def _difference(predictor: Predictor, images: Tensor, run: Any) -> float:
-    """Compares an exported program with the model for two batch sizes.
+    """Runs an exported program and the model with two batch sizes, and compares the outputs.
 
     Returns:
         The largest difference of the outputs, relative to the largest output.

@@ -1,7 +1,7 @@
 """`FastPath`: the choice of an acceleration of the forward pass, a memory format and CUDA graphs.
 
-`choose_fast_path` asks the accelerations (`models.acceleration`) for a faster forward pass and decides
-whether to use CUDA graphs. It refuses settings that cannot be obeyed.
+`choose_fast_path` asks the registered accelerations (`models.acceleration`) for a faster forward pass
+and decides whether to use CUDA graphs. It raises an error for settings that cannot be obeyed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from paceline.train.model_checks import VARIES
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Properties of the built model that exclude fast implementations. Equal on all ranks.
+    """Properties of the model that rule out faster implementations of a step. Equal on all ranks.
 
     Attributes:
-        eager: True if a pass contains collectives, which no fast implementation supports.
+        eager: True if a forward or backward pass contains collectives, which no faster implementation
+            supports.
         varies: True if the model keeps state or draws random numbers in Python, which a CUDA graph
             would freeze.
     """
@@ -46,12 +47,12 @@ class ModelLimits:
 
     @classmethod
     def of(cls, settings: RunSettings, group: Group, eager: bool, varies: bool) -> ModelLimits:
-        """Determines the limits that apply to all ranks. A collective on GPUs.
+        """Determines the limits that apply to all ranks. On GPUs, all ranks call this.
 
         Args:
             settings: The settings.
             group: The ranks.
-            eager: True if a pass contains collectives.
+            eager: True if a forward or backward pass contains collectives.
             varies: True if this rank's model keeps state or draws random numbers in Python.
 
         Raises:
@@ -73,13 +74,13 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class FastPath:
-    """The choices for one run, which are recorded but not written back into the settings.
+    """How a run computes its forward and backward pass. The choices are not written into the settings.
 
     Attributes:
         forward: The forward pass of training.
         channels_last: True for the NHWC memory format.
         graphs: True if micro-steps are captured as CUDA graphs.
-        applied: The acceleration that provides `forward`; None for the plain model.
+        applied: The acceleration that provides `forward`; None if `forward` is the plain model.
         remark: Reasons for the choices, appended to the displayed description.
     """
 
@@ -100,11 +101,11 @@ class FastPath:
         return self.applied is not None and self.applied.gradients_at_end
 
     def advise(self, error: Exception) -> Sequence[str]:
-        """Returns what the acceleration suggests after an error in a forward or backward pass."""
+        """Returns remedies that the acceleration knows for an error in a forward or backward pass."""
         return () if self.applied is None else self.applied.advise(error)
 
     def describe(self) -> str:
-        """Returns a description for the start of the run."""
+        """Describes how a step is computed, for display at the start of the run."""
         pass_ = "plain model" if self.applied is None else self.applied.describe()
         return (
             f"{'NHWC' if self.channels_last else 'NCHW'}, {pass_}, "
@@ -122,7 +123,7 @@ def choose_fast_path(
     dtype: torch.dtype = torch.float16,
     limits: ModelLimits = ModelLimits(),
 ) -> FastPath:
-    """Chooses the fast path and applies the acceleration to `model`.
+    """Chooses how steps are computed (`FastPath`), and applies an acceleration to `model`.
 
     Args:
         settings: The section `[run]`.
@@ -131,8 +132,8 @@ def choose_fast_path(
         triton_problem: Reason why Triton's kernels cannot run; "" if they can.
         shared_gpu: True if several ranks use the same GPU. In this case, cuDNN's batch norm hangs if it
             runs concurrently with collectives of another rank.
-        dtype: Format of activations and convolutions.
-        limits: Properties of the model that exclude fast implementations.
+        dtype: The number format of activations and convolutions.
+        limits: Properties of the model that rule out faster implementations.
 
     Returns:
         The choices.
@@ -177,8 +178,8 @@ def accelerate(
         context: Device, formats and limits.
 
     Returns:
-        The applied acceleration, and a note on settings of unused accelerations, which have no effect. Or
-        None, and the reasons why no acceleration supports the model.
+        The acceleration and a note on settings of other accelerations, which have no effect; or None
+        and the reasons why no acceleration supports the model.
 
     Raises:
         ConfigError: If a setting cannot be obeyed, or an acceleration returns a wrong type.
@@ -209,7 +210,7 @@ def _error(name: str, problem: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class AllRanks:
-    """The collectives of a group that `Applied.calibrate` needs."""
+    """Passes the collectives that `Applied.calibrate` needs on to a group of ranks."""
 
     group: Group
 

@@ -48,7 +48,7 @@ class Prediction:
 
     Attributes:
         name: File name of the image, or `image N` for an image without a file.
-        labels: Names of the most likely classes, in descending order of probability.
+        labels: Names of the most likely classes, the most likely one first.
         confidences: Probabilities of the classes in `labels`.
         error: Reason why the image could not be classified; "" on success.
 
@@ -74,7 +74,7 @@ class Prediction:
 
 
 class _Images(Source):
-    """A source of images to classify. The label of an image is its index, which orders the results."""
+    """A source of the images to classify. The label of an image is its index, to order the results."""
 
     def __init__(self, images: Sequence[ImageLike], names: Sequence[str]) -> None:
         # A loader raises an error if no image can be decoded. This additional image always can be.
@@ -180,7 +180,7 @@ class Predictor:
 
     @property
     def preprocessing(self) -> dict[str, Any]:
-        """Parameters that turn an image into the model's input, for programs that use an export."""
+        """What a program with an export needs to turn an image into an input, such as mean and size."""
         return preprocessing(self.config, self.classes, self.step)
 
     def predict(

@@ -1,7 +1,7 @@
 """Opens the inputs of a run: run folder, checkpoint and data.
 
-All ranks agree that an input is open and equal before they open the next input. A missing file on one
-node thus ends all ranks with the same error.
+All ranks check together that each of these could be opened and is equal on all ranks. A missing file
+on one node thus ends all ranks with the same error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_trackers(names: Sequence[str]) -> Any:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Refuses a tracker that cannot be used, with a ConfigError."""
+    """Raises ConfigError if a tracker of the run cannot be used."""
     if names := tracker_names(config):
         load_trackers(names).check_trackers(names)
 
@@ -164,7 +164,7 @@ def _broadcast_folder(folder: RunFolder | None, group: Group) -> RunFolder:
 def read_checkpoint(
     config: RunConfig, folder: RunFolder, group: Group
 ) -> tuple[Checkpoint | None, RunFolder]:
-    """Reads the checkpoint of a resumed run. A collective.
+    """Reads the checkpoint of a resumed run. All ranks call this.
 
     Rank 0 reads the file and broadcasts the content, so that only the node of rank 0 needs the file.
     `--resume auto` skips damaged checkpoints and uses the newest intact one.
@@ -206,7 +206,7 @@ def read_checkpoint(
 
 
 def _newest_intact(folder: RunFolder) -> tuple[RunFolder, bytes]:
-    """Reads the newest intact checkpoint among `folder.resume_from` and `folder.older`.
+    """Reads the newest undamaged checkpoint among `folder.resume_from` and `folder.older`.
 
     Renames nothing, because a resume that is refused later must leave the run unchanged.
 

@@ -1,6 +1,6 @@
 """The training loop: steps, evaluations, checkpoints, and the reasons to stop.
 
-All decisions use values that the gradient exchange of a step has made equal on all ranks, so that all
+All decisions use values that a step has summed over ranks together with the gradients, so that all
 ranks take the same branch.
 """
 
@@ -31,7 +31,7 @@ from paceline.train.weights import applied
 
 @dataclass(frozen=True)
 class RunResult:
-    """The reason for the end of a run.
+    """Says why a run ended.
 
     Attributes:
         stopped_by: `finished`, `target`, `callback` or the name of a signal.
@@ -60,7 +60,7 @@ class TrainingLoop:
         self._step_s: list[float] = []
 
     def start(self) -> None:
-        """Records the start of the run. A collective."""
+        """Records the start of the run. All ranks call this."""
         t, progress = self._t, self._t.progress
         t.startup.end("records")
         t.emit(
@@ -93,12 +93,12 @@ class TrainingLoop:
             self._save(best=False)
 
     def run(self) -> RunResult:
-        """Trains to the end of the run, or until it is stopped, and saves the last step.
+        """Trains to the end of the run, or until a signal or callback stops it, and saves a checkpoint.
 
-        After a `LostMemberError` and a recovery, another call continues.
+        After a `LostMemberError` and a call of `recover`, another call continues the training.
 
         Returns:
-            The reason for the end.
+            The reason why training ended.
 
         Raises:
             PacelineError: If the run fails on any rank.
@@ -119,7 +119,7 @@ class TrainingLoop:
         return result
 
     def save(self) -> None:
-        """Saves the last completed step unless that has happened; waits for the file. A collective."""
+        """Saves a checkpoint of the last completed step, if there is none yet. All ranks call this."""
         if self._t.saved_step != self._t.progress.step:
             self._save(best=False)
         self._t.finish_save()
@@ -137,9 +137,9 @@ class TrainingLoop:
             self._t.emit(NoteEvent(text))
 
     def _save_before(self, error: PacelineError) -> None:
-        """Saves the last completed step after an error of the user's model or data.
+        """Saves a checkpoint of the last completed step after an error of the user's model or data.
 
-        The exchange of the failed step has reported the error to all ranks, so all of them save.
+        All ranks save, because the failed step has reported the error to all of them.
         """
         t = self._t
         fresh = t.saved_step != t.progress.step and t.progress.step > 0
@@ -173,7 +173,10 @@ class TrainingLoop:
         return self.collect() or RunResult("finished", None)
 
     def collect(self, left: int = 0) -> RunResult | None:
-        """Collects steps until `left` steps are in flight; collects all steps if one requests a stop."""
+        """Reads the outcomes of launched steps until only `left` of them still run on the device.
+
+        If a step requests a stop, reads the outcomes of all steps.
+        """
         stop: signal.Signals | None = None
         requested = False
         while self._t.step.under_way > left:
@@ -305,7 +308,10 @@ class TrainingLoop:
         return RunResult("target", None) if reached else None
 
     def _write_details(self, details: EvalDetails) -> None:
-        """Writes `evaluation.json` on rank 0. A collective. Training continues without the file."""
+        """Writes `evaluation.json` on rank 0. All ranks call this.
+
+        If writing fails, training continues without the file.
+        """
         t = self._t
         content = details.gather(t.group, t.progress.step, list(t.source.classes))
         if content is None:
@@ -330,19 +336,20 @@ class TrainingLoop:
 
     @property
     def _is_sound(self) -> bool:
-        """False if the last step was skipped, because faulty weights may be the cause."""
+        """Returns False if the last step was skipped, because faulty weights may be the cause."""
         return self._t.progress.skipped_in_a_row == 0
 
     @property
     def _may_be_best(self) -> bool:
-        """False after several skipped steps in a row or a non-finite loss.
+        """Returns False after several skipped steps in a row or a non-finite loss.
 
-        A single overflow is normal: a dynamic loss scale skips a step whenever it has grown too large.
+        A single skipped step is normal: a dynamic loss scale skips a step whenever it has grown too
+        large.
         """
         return self._t.progress.skipped_in_a_row <= 1 and self._t.progress.loss_finite
 
     def _save_if_sound(self) -> None:
-        """Saves; after a skipped step, postpones the save until a step succeeds.
+        """Saves a checkpoint. If the last step was skipped, waits with the save until a step succeeds.
 
         The last checkpoint thus never contains weights that may be faulty.
         """
@@ -362,7 +369,10 @@ class TrainingLoop:
             t.emit(NoteEvent(f"samples of each rank from step {t.progress.step} on: {shares}"))
 
     def _save(self, *, best: bool) -> None:
-        """Saves a checkpoint on rank 0. A collective. A write error ends the run at the next step."""
+        """Saves a checkpoint on rank 0. All ranks call this.
+
+        If writing fails, the run ends at the next step.
+        """
         t, progress = self._t, self._t.progress
         started = time.perf_counter()
         t.step.strategy.pause()

@@ -1,7 +1,7 @@
-"""Losses of training and evaluation, and `Mixing`, which implements mixup and CutMix.
+"""The loss functions of training and evaluation, and `Mixing`, which implements mixup and CutMix.
 
-Cross-entropy, binary cross-entropy and users' functions share one interface (`TrainingLoss`). Targets are
-integer labels or class probabilities (samples × classes); images can be mixed.
+Cross-entropy, binary cross-entropy and users' functions share one interface (`TrainingLoss`). Targets
+are integer labels, or class probabilities (samples × classes) if images are mixed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLUMNS = 5
 
 
 class TrainingLoss(ABC):
-    """The interface of a loss for training and evaluation."""
+    """The base class of loss functions for training and evaluation."""
 
     name: str
 
@@ -41,16 +41,16 @@ class TrainingLoss(ABC):
         Args:
             outputs: The model's outputs.
             targets: Labels or class probabilities.
-            own: The weight of each image, if images are mixed; None if not. Image i is mixed with the
-                image at position i from the end of the batch.
+            own: If images are mixed, the weight of each image in its mixture; else None. Image i is
+                mixed with the image at position i from the end of the batch.
         """
 
     @abstractmethod
     def evaluated(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Returns the loss of a validation batch without smoothing, summed over the samples."""
+        """Returns the loss of a validation batch without label smoothing, summed over the samples."""
 
     def describe(self) -> str:
-        """Returns a description for the start of the run."""
+        """Describes the loss function, for display at the start of the run."""
         return self.name
 
 
@@ -165,7 +165,7 @@ def class_probabilities(targets: Tensor, classes: int, own: Tensor | None = None
     Args:
         targets: Integer labels or class probabilities.
         classes: Number of classes.
-        own: The weight of each image, if images are mixed; None if not.
+        own: If images are mixed, the weight of each image in its mixture; else None.
     """
     if targets.is_floating_point():
         probabilities = targets.float()
@@ -187,7 +187,7 @@ LOSSES: dict[str, Callable[[float], TrainingLoss]] = {
 def create_loss(
     settings: RunSettings, given: Loss | None = None, classes: int | None = None
 ) -> TrainingLoss:
-    """Creates the loss.
+    """Creates the loss function of a run.
 
     Args:
         settings: The section `[run]`, whose `loss` names the loss.
@@ -212,22 +212,22 @@ def create_loss(
                 "name a function, or an object of that class",
             ) from error  # fmt: skip
     if not callable(function):
-        raise ConfigError("run.loss", settings.loss, "is not a function", "name a callable")
+        raise ConfigError("run.loss", settings.loss, "is not a function", "name a loss function")
     return OwnLoss(function, settings.loss, classes)
 
 
 class Mixing:
-    """Draws tables by which each image of a micro-batch and its label are mixed with another image.
+    """Mixes the images of a micro-batch in pairs, by mixup or CutMix.
 
-    Mixup (Zhang et al. 2018) adds two images. CutMix (Yun et al. 2019) replaces a box of one image
-    by the same box of the other image. If both are enabled, each image uses one of the two methods
-    at random. Image i from the start of the batch is mixed with image i from the end. Weights are
-    drawn per image, because one weight for a whole batch would make the steps of large batches
-    differ.
+    Mixup (Zhang et al. 2018) adds two images. CutMix (Yun et al. 2019) replaces a box of one image by
+    the same box of the other image. If both are enabled, each image uses one of the two methods at
+    random. Image i from the start of the batch is mixed with image i from the end. Weights are drawn
+    per image, because one weight for a whole batch would make the steps of large batches differ.
+    `table` draws weights and boxes; the function `mixed` applies them.
     """
 
     def __init__(self, mixup: float, cutmix: float, size: int, seed: int) -> None:
-        """Creates the generator of tables.
+        """Sets the methods and the seed of the random numbers.
 
         Args:
             mixup: Parameter of mixup's Beta distribution; 0 is off.
@@ -240,7 +240,7 @@ class Mixing:
         self._seed = seed
 
     def table(self, step: int, number: int, samples: int) -> Tensor:
-        """Draws the table of a micro-batch. The table does not depend on the rank.
+        """Draws random weights and boxes for a micro-batch. They do not depend on the rank.
 
         Args:
             step: Number of the step.
@@ -248,8 +248,8 @@ class Mixing:
             samples: Number of images in the micro-batch.
 
         Returns:
-            A tensor of samples × 5: each image's weight outside of its box, and the box as top, bottom,
-            left and right.
+            A tensor of samples × 5: the weight of each image outside of its box, and the box as top,
+            bottom, left and right.
         """
         key = derive_seed(self._seed, step, number, "mixing")
         chance = np.random.Generator(np.random.Philox(key))
@@ -271,7 +271,10 @@ class Mixing:
 
 
 def mixed(images: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Mixes images by a table of `Mixing`; returns the mixed images and each image's weight."""
+    """Mixes images with the weights and boxes of `Mixing.table`.
+
+    Returns the mixed images and each image's weight.
+    """
     height, width = images.shape[2:]
     own, top, bottom, left, right = (column.view(-1, 1, 1, 1) for column in table.unbind(1))
     rows = torch.arange(height, device=images.device).view(1, 1, -1, 1)

@@ -1,4 +1,4 @@
-"""The machine of a rank: device, threads, versions, hardware; out-of-memory errors; random seeds."""
+"""Chooses device and threads of a rank, describes its machine, and sets random seeds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choose_device(config: RunConfig, topology: Topology) -> torch.device:
 
     Args:
         config: The settings of the run.
-        topology: Place of this rank in the job.
+        topology: This rank, and the ranks of its node.
 
     Raises:
         ConfigError: If there are too few GPUs.
@@ -68,7 +68,7 @@ def choose_gpu(topology: Topology, settings: CommSettings) -> torch.device:
     """Chooses the GPU of this rank.
 
     Args:
-        topology: Place of this rank in the job.
+        topology: This rank, and the ranks of its node.
         settings: The section `[comm]`.
 
     Raises:
@@ -93,7 +93,7 @@ def has_gpu_of_its_own(topology: Topology) -> bool:
 
 
 def choose_threads(config: RunConfig, topology: Topology) -> int:
-    """Returns torch's number of threads: the node's cores divided by its ranks."""
+    """Returns the number of threads that torch should use: the node's cores divided by its ranks."""
     if config.run.threads:
         return config.run.threads
     # srun binds each task to its own cores, so these cores are not divided.
@@ -166,7 +166,7 @@ def explain_out_of_memory(where: str, remedy: str) -> Iterator[None]:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Returns a seed of 63 bits that is a hash of all parts."""
+    """Returns a seed of 63 bits, which is a hash of all arguments."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -174,8 +174,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds torch's generators for micro-batch `number` of `step`.
 
-    Dropout thus depends neither on the rank that computes the micro-batch nor on earlier steps. Resumed
-    runs, and runs on a different number of ranks, draw the same random numbers.
+    The random numbers of dropout thus depend neither on the rank that computes the micro-batch nor on
+    earlier steps. Resumed runs, and runs on a different number of ranks, draw the same random numbers.
     """
     key = derive_seed(seed, step, number)
     # Not `torch.manual_seed`, which formats a stack trace for each kind of device that is not in use.

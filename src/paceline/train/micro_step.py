@@ -1,9 +1,9 @@
 """`MicroStep`: forward and backward of one micro-batch, eager or as a CUDA graph.
 
 Before the backward pass, the loss is divided by the number of samples in the step on all ranks and
-multiplied by the loss scale of the step. The gradients, summed over ranks and micro-steps, are then the
-mean gradient of all samples times the loss scale. In the last micro-step of a step, an overlapping
-exchange sends buckets during the backward pass.
+multiplied by the loss scale of the step. The gradients, summed over ranks and micro-steps, are then
+the mean gradient of all samples times the loss scale. In the last micro-step of a step, gradient
+buckets can be sent during the backward pass.
 
 `GradientSource` computes the gradients of a micro-batch: by the plain backward pass, or by the source
 that the settings class of the optimizer names in `GRADIENTS`. Extensions and programs can register
@@ -44,12 +44,12 @@ Advise = Callable[[Exception], Sequence[str]]
 
 
 def no_advice(error: Exception) -> Sequence[str]:
-    """Returns no remedies: the default for a model without an acceleration."""
+    """Returns no remedies. This is the default for a model without an acceleration."""
     return ()
 
 
 class CaptureError(RunError):
-    """The capture of a CUDA graph failed. None of the captured work has run."""
+    """Raised if the capture of a CUDA graph failed. None of the captured work has run."""
 
 
 class Captured:
@@ -62,7 +62,7 @@ class Captured:
         enabled: bool,
         pool: Any = None,
     ) -> None:
-        """Wraps a function.
+        """Wraps a function that queues GPU work.
 
         Args:
             function: The work to capture. It must read and write the same memory in every call.
@@ -83,7 +83,7 @@ class Captured:
 
     @property
     def captures(self) -> bool:
-        """True if the next call captures. During the capture, no work runs on the device."""
+        """True if the next call captures the graph, during which no work runs on the device."""
         return self._graph is None and self._warm_calls_left == 0
 
     def __call__(self) -> None:
@@ -141,7 +141,7 @@ class Captured:
 
 
 def _capture_cause(error: RuntimeError) -> BaseException:
-    """Returns the first error of a failed capture.
+    """Returns the first error of a failed capture of a CUDA graph.
 
     torch raises a later error, from the end of the capture. If memory ran out or the device is lost, the
     first error is raised instead of returned.
@@ -156,10 +156,10 @@ def _capture_cause(error: RuntimeError) -> BaseException:
 
 
 def _end_failed_capture(stream: torch.cuda.Stream, pool: Any) -> None:
-    """Repairs torch's state after the end of a capture has failed.
+    """Restores torch's state after a failed capture of a CUDA graph.
 
-    After the failure, the allocator still uses the pool of the capture, and the random generator refuses
-    to draw outside of a capture. The small successful capture here resets the generator.
+    After the failure, the allocator still uses the memory pool of the capture, and the random
+    generator refuses to draw numbers. The small successful capture here resets the generator.
     """
     torch.cuda.synchronize(stream.device)
     if pool is not None:
@@ -177,11 +177,12 @@ class MicroStep:
     """Runs the forward and backward pass of micro-batches.
 
     Attributes:
-        loss: Sum of this rank's weighted losses in the current step, on the device.
+        loss: Sum over the samples of this rank's current step of the loss times `sample_weight`, on
+            the device.
         sample_weight: Weight of each sample's loss in the current step, on the device.
         loss_function: The training loss.
-        may_fall_back: True if all ranks must agree, after the first captures, whether to use
-            graphs.
+        may_fall_back: True if a failed capture is allowed. All ranks must then agree after the first
+            captures whether to use graphs.
         uncaptured: Reason why micro-steps are not captured although graphs are enabled; "" if they
             are captured.
     """
@@ -202,7 +203,7 @@ class MicroStep:
         advise: Advise = no_advice,
         model: nn.Module | None = None,
     ) -> None:
-        """Creates the micro-step.
+        """Sets how micro-batches are computed.
 
         Args:
             forward: The forward pass.
@@ -238,7 +239,7 @@ class MicroStep:
         self._captured: _CapturedMicroSteps | None = None
 
     def begin(self, samples: int, global_batch: int) -> None:
-        """Sets sample weight, loss scale and loss for a new step.
+        """Prepares the loss and its weights for a new step.
 
         Args:
             samples: Number of samples in the step, on all ranks together.
@@ -260,7 +261,8 @@ class MicroStep:
             full_size: True if the micro-batch has the usual size, for which a graph is worth
                 capturing.
             last: True for the last micro-batch of a step: the exchange may send full buckets.
-            mix: A table of `Mixing`. Either every call or no call must give a table.
+            mix: The result of `Mixing.table`, if images are mixed. It must be given in every call or
+                in none.
         """
         inputs, device = (images, labels, mix), self._policy.device
         sends = last and self._exchange.overlaps
@@ -300,9 +302,9 @@ class MicroStep:
             captured.release()
 
     def drop_graphs(self) -> None:
-        """Destroys the CUDA graphs. The next micro-batch of full size prepares new graphs.
+        """Destroys the CUDA graphs. The next micro-batch of full size captures new graphs.
 
-        A graph keeps the memory of a whole micro-batch, and a smaller batch at the end of a run needs
+        A graph holds the memory of a whole micro-batch, and a smaller batch at the end of a run needs
         nearly as much memory again.
         """
         captured, self._captured = self._captured, None
@@ -335,7 +337,7 @@ class MicroStep:
     def _compute_to_end(
         self, sends: bool, images: Tensor, labels: Tensor, mix: Tensor | None
     ) -> None:
-        """Computes a micro-step and waits for its buckets, as a capture must before it ends."""
+        """Computes a micro-step and waits for its gradient buckets, as a capture must before it ends."""
         self._compute(sends, images, labels, mix)
         self._exchange.join()
 
@@ -350,7 +352,7 @@ def _moved(inputs: _Inputs, device: torch.device) -> _Inputs:
 
 @contextlib.contextmanager
 def _kept_buffers(model: nn.Module | None) -> Iterator[None]:
-    """Undoes assignments to buffers in a failed capture, whose tensors never get values."""
+    """If a capture fails, undoes assignments to the model's buffers, whose tensors never got values."""
     places = [(module, dict(module._buffers)) for module in model.modules()] if model else []
     try:
         yield
@@ -362,10 +364,10 @@ def _kept_buffers(model: nn.Module | None) -> Iterator[None]:
 
 
 class _CapturedMicroSteps:
-    """Two CUDA graphs of a micro-step with their inputs: one that sends buckets, and one that does not.
+    """Holds two CUDA graphs of a micro-step: one that sends gradient buckets, and one that does not.
 
     The two graphs share one memory pool, because they never run at the same time and write their
-    results into the buffers of the exchange.
+    results into the flat gradient buffers.
     """
 
     def __init__(
@@ -388,7 +390,7 @@ class _CapturedMicroSteps:
     def run(
         self, inputs: _Inputs, exchange: GradientExchange, model: nn.Module | None, *, sends: bool
     ) -> None:
-        """Runs, captures or replays one micro-step, and updates the state of the exchange."""
+        """Runs, captures or replays one micro-step, and updates the state of the gradient exchange."""
         for place, given in zip(self._inputs, inputs, strict=True):
             if place is not None and given is not None:
                 place.copy_(given, non_blocking=True)
@@ -415,7 +417,7 @@ class Begun(NamedTuple):
     """The result of `GradientSource.begin`.
 
     Attributes:
-        fault: An error of this rank, which the step reports to all ranks; None without an error.
+        fault: An error of this rank, which the step reports to all ranks; None if there is none.
         abandoned: True if some rank was asked to stop. In that case no rank computes the step.
     """
 
@@ -424,12 +426,12 @@ class Begun(NamedTuple):
 
 
 class GradientSource:
-    """Computes the gradients of each micro-batch by one backward pass.
+    """Computes the gradients of each micro-batch, by default with one backward pass.
 
     Attributes:
         fixed_ranks: Reason why the number of ranks cannot change during a run; "" if it can.
         several_passes: True if `add` runs the model more than once. Gradients are then summed in fp32.
-        exchanges: Number of times that the whole gradient is exchanged in a step, on average.
+        exchanges: How often the whole gradient is summed over ranks in a step, on average.
     """
 
     fixed_ranks: ClassVar[str] = ""
@@ -438,31 +440,33 @@ class GradientSource:
 
     @classmethod
     def create(cls, config: RunConfig, plan: BatchPlan, make_loader: MakeLoader) -> GradientSource:
-        """Creates the source of a run."""
+        """Creates the gradient source of a run."""
         return cls()
 
     def begin(self, step: TrainStep, number: int) -> Begun:
-        """Runs before step `number`. A subclass may exchange gradients here."""
+        """Runs before step `number`. A subclass may sum gradients over ranks here."""
         return Begun()
 
     def add(
         self, step: TrainStep, number: int, batch: Batch, part: MicroBatch, mix: Tensor | None
     ) -> None:
-        """Adds the gradients of a micro-batch. The caller has seeded the random generators.
+        """Adds the gradients of a micro-batch to those of the step.
+
+        The caller has seeded the random generators.
 
         Args:
             step: The training step.
             number: Number of the step.
             batch: Images and labels of the micro-batch.
             part: Position of the micro-batch in the step, and whether it has the full size.
-            mix: A table of `Mixing`, if images are mixed.
+            mix: The result of `Mixing.table`, if images are mixed.
         """
         step.micro.run(
             batch.images, batch.labels, full_size=part.full_size, last=part.last, mix=mix
         )
 
     def describe(self) -> dict[str, str]:
-        """Returns lines by name, to be displayed at the start of the run."""
+        """Returns lines to display at the start of the run, by name."""
         return {}
 
 

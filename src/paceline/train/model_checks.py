@@ -1,9 +1,9 @@
 """Checks a user's model before the first step, finds its logits, and explains errors in its passes.
 
 `check_model` runs a few images through the model in training and evaluation mode and then restores the
-model. It raises an error of one line if the model cannot be trained, and returns notes on limits of the
-model. `check_parameters` detects that a user's code has replaced parameters later. `step_error` turns an
-exception of a forward or backward pass into an error for the user.
+model. It raises an error of one line if the model cannot be trained, and returns notes on limits of
+the model. `check_parameters` detects whether a user's code has replaced parameters later. `step_error`
+turns an exception of a forward or backward pass into an error for the user.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make_model(config: RunConfig, classes: int, components: Components) -> nn.Mo
 
 
 def given_name(model: nn.Module | Callable[..., nn.Module]) -> str:
-    """Returns the name of a model object for messages."""
+    """Returns a name for error messages of a model that a program has passed."""
     if isinstance(model, nn.Module):
         return type(model).__name__
     return str(getattr(model, "__qualname__", type(model).__name__))
@@ -86,7 +86,7 @@ def tensors_in(outputs: object) -> list[Tensor]:
 
 
 def only_output(outputs: object) -> Tensor:
-    """Returns the only tensor of a model's outputs; raises a RunError unless there is exactly one."""
+    """Returns the only tensor in `outputs`; raises a RunError unless there is exactly one."""
     tensors = tensors_in(outputs)
     if len(tensors) != 1:
         raise RunError(
@@ -98,7 +98,7 @@ def only_output(outputs: object) -> Tensor:
 
 
 def with_one_output(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-    """Returns a function that returns `only_output` of the outputs of `forward`."""
+    """Wraps `forward` so that it returns only the single tensor in its outputs (`only_output`)."""
     return lambda images: only_output(forward(images))
 
 
@@ -150,7 +150,7 @@ def forward_error(
     Args:
         error: The exception.
         images: Shape of the batch.
-        what: Name of the function that failed.
+        what: What failed, for the message.
 
     Returns:
         The error; None if memory ran out or the device is lost.
@@ -176,7 +176,7 @@ def step_error(
         error: The exception.
         step: Number of the step, for messages.
         micro_batch: Number of samples in a micro-batch, for messages.
-        foreign: True for a user's model. All exceptions are then treated as errors of the model.
+        foreign: True if the model is a user's. All exceptions are then treated as errors of the model.
         advise: Returns the remedies that the acceleration knows for an error.
 
     Returns:
@@ -234,7 +234,7 @@ def explained_forward(images: Any, what: str = "the model's forward") -> Iterato
 
 
 def check_placed(model: nn.Module, device: torch.device) -> None:
-    """Checks that all tensors of the model are on `device`; raises a RunError if not."""
+    """Raises a RunError unless all tensors of the model are on `device`."""
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if value.device != device:
             raise RunError(
@@ -252,7 +252,7 @@ def check_model(
         model: The model.
         images: Shape of a micro-batch. The check uses at most `CHECKED_IMAGES` images.
         classes: Number of classes.
-        own_loss: True if a user's loss accepts any outputs.
+        own_loss: True if the loss is a user's, which accepts any outputs.
         ranks: Number of ranks.
         nhwc: True if the images have the NHWC memory format.
 

@@ -1,9 +1,9 @@
-"""Input stalls, corrupt samples, notes of loaders, the trace, and the server of the live report.
+"""Observes a run: input stalls, corrupt samples, the trace of `run.traced_steps`, the live report.
 
-`trace.json` (`run.traced_steps`) has the spans of all ranks in the trace-event format of Perfetto
-(ui.perfetto.dev) and chrome://tracing (`trace_document`). Each rank appears as a process with tracks for
-compute, exchange and, on a GPU, the host. All times refer to the clock of rank 0; the first span starts
-at 0. The name of a process includes the uncertainty of the rank's clock offset.
+`trace.json` (`run.traced_steps`) has the timelines of all ranks in the trace-event format of Perfetto
+(ui.perfetto.dev) and chrome://tracing (`trace_document`). Each rank appears as a process with tracks
+for computation, gradient exchange and, on a GPU, the host. All times refer to the clock of rank 0; the
+first span starts at 0. The name of a process includes the uncertainty of the rank's clock offset.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from paceline.train.run_state import Progress
 
 
 class InputWait:
-    """Measures the input stall of one step, by cause; a context manager for the wait for a batch.
+    """Measures how long the device is idle for lack of input data in one step, by cause.
 
-    On a GPU, the host waits for a batch while the device still computes the previous step, so the stall
-    is only the time in which the device is idle. CUDA events measure this time, which ends when the batch
-    is ready or the device starts to prepare it. Idle time beyond the host's wait is attributed to the
-    copy.
+    A context manager around the wait for a batch. On a GPU, the host waits for a batch while the
+    device still computes the previous step, so only the time in which the device is idle counts. CUDA
+    events measure this time, which ends when the batch is ready or the device starts to prepare it.
+    Idle time beyond the host's wait is attributed to the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class InputWait:
         self._events = (self._before, mark_stream(self._device))
 
     def attribute(self, spent: Mapping[str, float], begun: Any = None) -> None:
-        """Attributes the last wait to causes.
+        """Divides the last wait for a batch among its causes.
 
         Args:
             spent: Seconds that the loader spent on the batch, by cause.
@@ -69,7 +69,7 @@ class InputWait:
         self._waits.append((self._host_s, spent, before, after if begun is None else begun))
 
     def stall(self) -> dict[str, float]:
-        """Returns the seconds of input stall by cause. On a GPU, the step must be complete."""
+        """Returns how many seconds the device was idle, by cause. On a GPU, the step must be complete."""
         return sum_by_stage(*(_causes(*wait) for wait in self._waits))
 
 
@@ -83,11 +83,11 @@ def _causes(host_s: float, spent: Mapping[str, float], before: Any, after: Any) 
 
 @dataclass
 class InputReport:
-    """Counts corrupt samples over all ranks and resumes, and emits each note and each sample once.
+    """Counts corrupt samples over all ranks and resumes, and reports each of them once.
 
     Writes the sorted indices of corrupt training samples to `progress.corrupt`, and their number to
-    `progress.corrupt_samples`. A loader cannot count them: it knows only the samples that its process has
-    read, so it would count a sample again on another rank and after each resume.
+    `progress.corrupt_samples`. A loader cannot count corrupt samples: it knows only those that its
+    process has read, so it would count a sample again on another rank and after each resume.
 
     Attributes:
         samples: Number of training samples.
@@ -105,7 +105,7 @@ class InputReport:
         """Counts the corrupt samples of a step.
 
         Args:
-            here: Corrupt samples of this rank.
+            here: The corrupt samples that this rank has read.
             count: Number of corrupt samples on all ranks together.
 
         Raises:
@@ -130,7 +130,7 @@ class InputReport:
             )
 
     def evaluation(self, here: Sequence[CorruptSample], count: int) -> None:
-        """Counts the corrupt samples of an evaluation. `evaluate` checks the limit."""
+        """Counts the corrupt samples of an evaluation. Their limit is checked by `evaluate`."""
         self.progress.corrupt_val_samples = count
         self._emit_samples(here, "val", elsewhere=count - len(here))
 
@@ -143,7 +143,7 @@ class InputReport:
     def _emit_samples(
         self, samples: Iterable[CorruptSample], split: str, *, elsewhere: int
     ) -> None:
-        """Emits an event for each corrupt sample of this rank that has none yet.
+        """Emits an event for each corrupt sample of this rank that has not been reported yet.
 
         Rank 0 also notes the number of corrupt samples on all other ranks.
         """
@@ -162,18 +162,18 @@ _SERVER_END_S = 5.0
 
 
 class RunTrace:
-    """Records and writes the spans of all ranks in the steps of `run.traced_steps`, if any."""
+    """Records timelines of all ranks in the steps of `run.traced_steps`; writes `trace.json`."""
 
     def __init__(
         self, settings: RunSettings, group: Group, buffers: list[BucketInfo], folder: Path,
         first_step: int = 0,
     ) -> None:  # fmt: skip
-        """Creates the timeline.
+        """Creates the timeline of this rank.
 
         Args:
             settings: The section `[run]`, which names the traced steps.
             group: The ranks.
-            buffers: The buckets of the exchange.
+            buffers: The gradient buckets.
             folder: The run folder.
             first_step: The first step that this process runs.
         """
@@ -192,11 +192,11 @@ class RunTrace:
         return self._unwritten and step >= self.timeline.last
 
     def drop(self) -> None:
-        """Drops the trace, because the ranks have changed."""
+        """Discards the trace of the steps so far, because the ranks have changed."""
         self._unwritten = False
 
     def write(self) -> str:
-        """Gathers the spans of all ranks and writes them on rank 0.
+        """Gathers the timelines of all ranks and writes them on rank 0.
 
         Returns:
             A note for the user, or "" if nothing was written.
@@ -288,7 +288,7 @@ _TIDS_PER_TRACK = 100
 
 @dataclass(frozen=True)
 class TracedRank:
-    """Spans of a rank on the clock of this rank.
+    """The timeline of a rank, on the clock of this rank.
 
     This clock is `offset_s` ± `residual_s` seconds ahead of the clock of rank 0.
     """
@@ -303,7 +303,7 @@ class TracedRank:
 def trace_document(
     ranks: Sequence[TracedRank], buckets: Sequence[BucketInfo] = ()
 ) -> dict[str, Any]:
-    """Returns the content of the trace file."""
+    """Returns the content of `trace.json`."""
     starts = [span.start_s - rank.offset_s for rank in ranks for span in rank.spans]
     zero_s = min(starts, default=0.0)
     residuals = {str(rank.rank): round(rank.residual_s * 1e6, 3) for rank in ranks}
@@ -356,7 +356,10 @@ def _rank_events(
 
 
 def _lane(span: TimelineSpan, lanes: list[float]) -> int:
-    """Returns the first free lane for a span. `lanes` has the end of the last span on each lane."""
+    """Returns the row of the trace in which a span does not overlap earlier ones.
+
+    `lanes` has the end of the last span in each row.
+    """
     if span.start_s == span.stop_s:
         return 0
     for number, free_s in enumerate(lanes):

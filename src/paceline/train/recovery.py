@@ -1,9 +1,10 @@
-"""Continues a run after ranks were lost: the survivors become equal and repeat the step under way.
+"""Continues a run after ranks were lost: makes the remaining ranks equal, and repeats the step.
 
-An update needs the gradients of all ranks. So when a rank is lost, the survivors differ by at most one
-update: the exchange of a step may have completed on some ranks only. A rank that is behind takes over
-weights and optimizer state of one that is ahead, and the outcome of the step. If no survivor has made the
-update, all repeat the step. docs/checkpoints.md lists what happens to each piece of state.
+An update needs the gradients of all ranks. So when a rank is lost, the remaining ranks (survivors)
+differ by at most one update, because the all-reduces of a step may have completed on some ranks only.
+A rank that is behind takes over weights and optimizer state of one that is ahead, and the results of
+the step. If no survivor has made the update, all repeat the step. docs/checkpoints.md lists what
+happens to each piece of state.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.train.training import Training
 
 
 class _Report(NamedTuple):
-    """What the survivors compare: numbers of completed, evaluated and saved steps, and a save request."""
+    """What remaining ranks compare: their completed, evaluated and saved steps, and a save request."""
 
     step: int
     evaluated_step: int
@@ -39,10 +40,12 @@ class _Report(NamedTuple):
 
 
 def recover(training: Training, loop: TrainingLoop) -> None:
-    """Forms the next generation, makes the survivors equal, and prepares the next step. A collective.
+    """Connects the remaining ranks, makes their state equal, and prepares the next step.
+
+    All remaining ranks call this.
 
     Args:
-        training: The run, whose collectives have failed on all survivors.
+        training: The run, whose collectives have failed on all remaining ranks.
         loop: Its training loop.
 
     Raises:
@@ -82,7 +85,7 @@ def recover(training: Training, loop: TrainingLoop) -> None:
 
 
 def _equalize(training: Training, loop: TrainingLoop) -> bool:
-    """Makes all survivors equal after the last step that any of them has completed.
+    """Gives all remaining ranks the state after the last step that any of them has completed.
 
     Returns:
         True if a step under way has to be repeated.
@@ -108,7 +111,7 @@ def _equalize(training: Training, loop: TrainingLoop) -> bool:
 
 
 def _catch_up(training: Training, loop: TrainingLoop, source: int, *, is_behind: bool) -> None:
-    """Gives the ranks that are behind the state and the outcome of the last step of rank `source`."""
+    """Gives the ranks that are one step behind the state and the results of rank `source`."""
     group, state, step = training.group, training.state, training.step
     content: bytes | memoryview | None = None
     outcome = io.BytesIO()
@@ -130,7 +133,7 @@ def _catch_up(training: Training, loop: TrainingLoop, source: int, *, is_behind:
 
 
 def _reconnect(training: Training) -> None:
-    """Creates exchange, batch plan and loader for the ranks of the new generation."""
+    """Creates gradient exchange, batch plan and loader for the remaining ranks."""
     group, step, exchange = training.group, training.step, training.step.exchange
     if (memory := exchange.memory) is not None:
         training.emit(NoteEvent(f"the {memory.kind} of all ranks are dropped"))

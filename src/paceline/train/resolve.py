@@ -1,4 +1,4 @@
-"""`resolve`: makes the decisions that depend only on settings, data and device.
+"""`resolve`: decides what follows from settings, data and device, such as batch and learning rate.
 
 `resolve` runs before the model is built. No other code changes a configuration after it is loaded.
 Decisions that need the built model or all ranks, such as fused kernels, torch.compile and CUDA graphs,
@@ -32,7 +32,7 @@ from paceline.train.strategy import strategy_class
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that are known before the model is built.
+    """What `resolve` has to know besides the settings: job, data and checkpoint.
 
     Attributes:
         job: Number of processes and kind of device.
@@ -51,7 +51,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """The decisions of `resolve`.
+    """What `resolve` has decided: settings, batch sizes and learning rates.
 
     Attributes:
         config: The settings in use. With `optim.scaling`, the settings of the scaled recipe.
@@ -74,7 +74,7 @@ class Resolved:
 
 
 def resolve(config: RunConfig, facts: Facts) -> Resolved:
-    """Makes all decisions that depend only on settings, data and device.
+    """Decides batch sizes, learning rates and all else that follows from settings, data and device.
 
     Args:
         config: The settings as they were loaded.
@@ -115,7 +115,7 @@ def with_epochs(config: RunConfig, epochs: int) -> RunConfig:
 
 
 def refuse(config: RunConfig, job: Job, program: Components) -> None:
-    """Refuses invalid combinations of settings, as far as they depend on neither data nor model.
+    """Raises an error for invalid combinations of settings that do not depend on data or model.
 
     Args:
         config: The settings of the run.
@@ -154,7 +154,7 @@ def _check_parts(plan: BatchPlan, reason: str) -> None:
 
 
 def check_min_ranks(config: RunConfig, job: Job) -> None:
-    """Refuses `comm.min_ranks`, with a ConfigError, for runs that cannot change their number of ranks."""
+    """Raises ConfigError if `comm.min_ranks` is set for a run whose number of ranks cannot change."""
     least, own = config.comm.min_ranks, config.optim.own_optimizer
     if not least:
         return
@@ -176,17 +176,17 @@ def check_min_ranks(config: RunConfig, job: Job) -> None:
 
 
 def check_num_classes(config: RunConfig, classes: int) -> None:
-    """Checks that the model has an output for each class; raises a ConfigError if not."""
+    """Raises a ConfigError unless the model has an output for each class."""
     declared = config.model.num_classes
     if declared is not None and declared < classes:
         raise ConfigError(
-            "model.num_classes", declared, f"but the data has {classes} classes",
+            "model.num_classes", declared, f"is less than the {classes} classes of the data",
             "raise it, or leave it out to use the number of classes in the data",
         )  # fmt: skip
 
 
 def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> LrSchedule:
-    """Creates the schedule, which measures time in steps of the first batch size of the plan."""
+    """Creates the learning-rate schedule, which measures time in steps of the plan's first batch size."""
     per_epoch = plan.samples / plan.global_batch
     if not plan.growth:
         return LrSchedule(settings, peak, plan.total_steps, per_epoch)
@@ -194,7 +194,7 @@ def create_schedule(settings: OptimSettings, peak: float, plan: BatchPlan) -> Lr
 
 
 def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns settings with which one process can measure a rank's computation without an exchange."""
+    """Returns settings with which one process can measure a rank's computation without communication."""
     config = replace(config, run=replace(config.run, strategy=SYNCHRONOUS))
     if ranks == 1:
         return config
@@ -203,10 +203,10 @@ def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str]:
-    """Applies `optim.scaling`; returns the scaled settings and a description of the choices.
+    """Applies `optim.scaling`; returns the changed settings and a description of the changes.
 
-    In the returned settings, scaling is off, so that `config.toml` repeats the run. A resumed run keeps
-    the batch size with which it started.
+    In the returned settings, scaling is off, so that a run from `config.toml` uses the same values. A
+    resumed run keeps the batch size with which it started.
     """
     optim, samples, resumed = config.optim, facts.samples, facts.checkpoint
     if optim.scaling == "off":
@@ -238,9 +238,9 @@ def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str
 
 
 def _as_before(target: Target, resumed: Checkpoint) -> Target:
-    """Returns the target with the batch stages of the resumed run, if both end with the same batch.
+    """Returns `target` with the batch sizes by epoch of the resumed run, if both end with the same batch.
 
-    Otherwise the target is unchanged, and a later check refuses the resume.
+    Otherwise `target` is unchanged, and a later check refuses the resume.
     """
     stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
     first = int(resumed.sampler["global_batch"])

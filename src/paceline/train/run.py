@@ -106,7 +106,7 @@ def run_training(
         startup: Times that the parts of the start-up have taken until this call.
 
     Returns:
-        The outcome.
+        The result on this rank.
 
     Raises:
         PacelineError: If the run fails on any rank.
@@ -169,7 +169,7 @@ def _run_loop(training: Training, display: Callable[[], Observer]) -> RunOutcome
 
 
 def _run_generations(training: Training, loop: TrainingLoop) -> RunOutcome:
-    """Runs the loop to its end. With `comm.min_ranks`, continues with the survivors of a lost rank."""
+    """Runs the training loop to its end. With `comm.min_ranks`, continues after ranks were lost."""
     started, lost = False, False
     while True:
         try:
@@ -205,7 +205,7 @@ def _device_errors(group: Group) -> Iterator[None]:
 
 
 def _finished_before(training: Training) -> RunOutcome | None:
-    """Returns the outcome of a resumed run that had already finished; None if steps are left.
+    """Returns the result of a resumed run that had already finished; None if steps are left.
 
     The folder of a finished run stays unchanged.
     """
@@ -392,10 +392,11 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
     """Saves the state of this rank after the loss of another rank, as `step-N.salvaged.pt`.
 
     Weights, momenta and loss scale are equal on all ranks after every completed step. Batch-norm
-    statistics differ between ranks; the checkpoint contains those of this rank and a mark that says so.
+    statistics differ between ranks; the checkpoint contains those of this rank, and its number.
     Training never reads running statistics, so the weights of a resumed run are exact, but evaluations
-    differ until the statistics are replaced. A regular checkpoint is never overwritten. The deadline of
-    the watchdog limits the time. Errors in this function are ignored, because they must not hide `error`.
+    differ until the statistics are replaced. A regular checkpoint is never overwritten. The deadline
+    of the watchdog limits the time. Errors in this function are ignored, because they must not hide
+    `error`.
 
     Args:
         training: The run.
@@ -413,7 +414,7 @@ def salvage(training: Training, loop: TrainingLoop, error: PeerError) -> None:
 
 
 def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint | None:
-    """Returns the state after this rank's last completed step; None if the state may be wrong."""
+    """Returns a checkpoint of this rank's last completed step; None if its state may be wrong."""
     step, progress = training.step, training.progress
     if step.under_way and training.group.backend == "nccl":
         # The queued update follows an exchange that NCCL aborts, so the update's input is undefined.
@@ -429,10 +430,10 @@ def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint |
 
 
 def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
-    """Writes a salvaged checkpoint, unless the folder has a newer or better one.
+    """Writes the checkpoint that this rank saves alone, unless the folder has a newer or better one.
 
-    If rank 0 survives, it still holds the lock. If rank 0 was lost, the checkpoint of the lowest
-    surviving rank is kept, in whatever order the surviving ranks get the lock.
+    If rank 0 survives, it still holds the lock of the folder. If rank 0 was lost, the checkpoint of
+    the lowest surviving rank stays, in whatever order the surviving ranks get the lock.
     """
     store, rank = training.store, training.group.rank
     lock = None

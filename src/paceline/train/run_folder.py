@@ -34,11 +34,11 @@ _IDENTITY_WAIT_S = 1.0
 
 
 class RunFolderInUseError(PacelineError):
-    """Another process is writing to the run folder."""
+    """Raised if another process is writing to the run folder."""
 
 
 class RunFolderGoneError(PacelineError):
-    """The run folder was deleted or moved while the run was using it."""
+    """Raised if the run folder was deleted or moved while the run was using it."""
 
 
 class RunLock:
@@ -77,7 +77,7 @@ class RunLock:
 
     @staticmethod
     def refuse_if_held(folder: Path) -> None:
-        """Refuses a folder that another process has locked (RunFolderInUseError). Writes nothing."""
+        """Raises RunFolderInUseError if another process has locked `folder`. Writes nothing."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             open_regular(folder / NAME) as file,
@@ -190,7 +190,7 @@ _NEUTRAL_SETTINGS = LOCAL_SETTINGS | {
 
 
 def is_neutral(name: str) -> bool:
-    """Returns True for a setting that affects the results of a run only by rounding, if at all."""
+    """Returns True for a setting that a resume may change, because it changes at most the rounding."""
     return name in _NEUTRAL_SETTINGS or _is_of_kernels(name)
 
 
@@ -214,12 +214,15 @@ _RESTART_WAIT_S = 10.0
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run. The last three attributes are set on rank 0 only.
+    """The folder of a run, and the checkpoint from which the run starts.
+
+    `note`, `older` and `damaged` are set on rank 0 only.
 
     Attributes:
         path: Path of the run folder.
         resume_from: The checkpoint from which the run starts; None for a new run.
-        note: Reason why `--resume auto` starts a new run, or names of damaged checkpoints.
+        note: A note to display: why `--resume auto` starts a new run, or which checkpoints are
+            damaged.
         older: Checkpoints to use if `resume_from` is damaged; empty if the user named the checkpoint.
         damaged: Checkpoints that turned out to be damaged.
     """
@@ -249,7 +252,7 @@ class RunFolder:
                 ROOT.rmdir()
 
     def metrics(self, rank: int) -> Path:
-        """Returns the file of a rank's events."""
+        """Returns the path of the file with a rank's events."""
         return self.path / ("metrics.jsonl" if rank == 0 else f"metrics.rank{rank}.jsonl")
 
     def sweep(self) -> None:
@@ -258,13 +261,12 @@ class RunFolder:
             leftover.unlink(missing_ok=True)
 
     def write_config(self, config: RunConfig) -> None:
-        """Writes `config.toml`."""
         write_atomically(self.path / "config.toml", config.to_toml().encode())
 
 
 @contextlib.contextmanager
 def undone_on_error(folder: RunFolder, lock: RunLock | None) -> Iterator[None]:
-    """Releases the lock and removes an empty folder if an error leaves the context."""
+    """If the block raises an error, releases the lock and removes the folder if it is empty."""
     try:
         yield
     except BaseException:
@@ -367,7 +369,7 @@ def _occupied(output: Path) -> ConfigError:
 
 
 def _resumed(folder: Path) -> RunFolder:
-    """Returns the folder for a resume from the newest checkpoint, with older ones as fallbacks."""
+    """Returns the folder for a resume from its newest checkpoint, with older ones as fallbacks."""
     store = CheckpointStore(folder / "checkpoints", 1)
     files = store.candidates()
     if files == [store.best]:

@@ -47,7 +47,7 @@ PINNED = (
 
 @dataclass
 class Progress:
-    """The completed work of a run, equal on all ranks and saved with every checkpoint.
+    """Counts the completed work of a run. Equal on all ranks and saved with every checkpoint.
 
     Times and counts continue over resumes.
     """
@@ -76,12 +76,12 @@ class Progress:
 
     @property
     def images_per_s(self) -> float:
-        """Training throughput in images per second, without the time of evaluations and saves."""
+        """Training throughput, without the time of evaluations and saves."""
         return self.images / self.step_s if self.step_s > 0 else 0.0
 
 
 def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
-    """Refuses a checkpoint of another run before anything is built from it.
+    """Checks that a checkpoint fits the settings of this run, before anything is built from it.
 
     Args:
         checkpoint: The checkpoint.
@@ -98,7 +98,7 @@ def check_pinned(checkpoint: Checkpoint, config: RunConfig, path: Path) -> None:
 
 
 def changes(checkpoint: Checkpoint, config: RunConfig, ignored: Callable[[str], bool]) -> str:
-    """Lists settings in use that differ between this run and the run that wrote the checkpoint.
+    """Lists the settings in which this run differs from the run that wrote the checkpoint.
 
     Args:
         checkpoint: The checkpoint.
@@ -123,7 +123,7 @@ def _compare(path: Path, name: str, before: object, now: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """All state that changes between steps, and the settings that determine what this state means.
+    """All state that changes between steps. Captures it in a checkpoint and restores it.
 
     Attributes:
         memory: State that the exchange keeps between steps, if any.
@@ -151,7 +151,7 @@ class RunState:
     callbacks: Callable[[], dict[str, Any]] = dict
 
     def restore(self, checkpoint: Checkpoint, path: Path, *, elsewhere: bool = False) -> Progress:
-        """Restores model, optimizer, statistics and exchange in place.
+        """Restores the state of model, optimizer, batch norm and gradient exchange from a checkpoint.
 
         Args:
             checkpoint: The checkpoint.
@@ -186,7 +186,7 @@ class RunState:
             raise CheckpointError(f"{path} does not fit ({reason})", "check --model") from None
         lost = [key for key in missing if key not in statistics]
         if lost:
-            raise CheckpointError(f"{path} lacks {lost[0]} ({len(lost)} in all)", "check --model")
+            raise CheckpointError(f"{path} lacks tensors such as {lost[0]}", "check --model")
         saved = checkpoint.batch_norm
         self.scale.restore(checkpoint.precision)
         self.batch_norm.restore(saved["rows"], saved["tracked"], self.group)
@@ -204,10 +204,10 @@ class RunState:
         return progress
 
     def _restore_exchange(self, checkpoint: Checkpoint, path: Path) -> None:
-        """Restores the state of the exchange.
+        """Restores the state that the gradient exchange keeps between steps.
 
         The state of a rank fits only this rank and the messages of one plan. If the number of ranks or
-        the plan has changed, the state is dropped and the exchange starts without state.
+        the plan has changed, the state is dropped.
         """
         saved = checkpoint.exchange
         if not saved:
@@ -217,13 +217,13 @@ class RunState:
         kind, ranks = str(saved.get("kind")), self.group.world_size
         reason = ""
         if self.memory is None or self.memory.kind != kind:
-            reason = "this exchange has none"
+            reason = "this run needs none"
         elif checkpoint.world_size != ranks:
-            reason = f"they are of {checkpoint.world_size} ranks, here are {ranks}"
+            reason = f"the number of ranks was {checkpoint.world_size} and is {ranks}"
         elif saved.get("plan") != self.exchange_plan.fingerprint:
-            reason = "the plan of the exchange has changed"
+            reason = "the gradient buckets have changed"
         if reason:
-            self.notes.append(f"the checkpoint's {kind} are dropped: {reason}")
+            self.notes.append(f"the checkpoint's {kind} are not used: {reason}")
         elif self.memory is not None:
             try:
                 own = saved["ranks"][self.group.rank]
@@ -260,9 +260,9 @@ class RunState:
         grows = bool(there) or bool(batches.growth)
         if grows and sampler["position"] != expected:
             raise CheckpointError(
-                f"{path} is at sample {sampler['position']:,}, which optim.batch_schedule = "
-                f"{self.config.optim.batch_schedule!r} passes after {expected:,} samples or never",
-                f"resume with {there!r}; only later stages may change",
+                f"{path} is at sample {sampler['position']:,}, but its steps take {expected:,} samples "
+                f"with optim.batch_schedule = {self.config.optim.batch_schedule!r}",
+                f"resume with {there!r}; only entries for later epochs may change",
             )
         if sampler["position"] < expected:
             # The last batch of a shorter run was not full, so the next step would skip samples.
@@ -277,7 +277,7 @@ class RunState:
             )
 
     def _check_unchanged(self, checkpoint: Checkpoint, path: Path, elsewhere: bool) -> None:
-        """Refuses to resume a finished run with changed settings, which no step would use."""
+        """Raises an error if a finished run is resumed with changed settings, which no step would use."""
         # `_check` has compared the global batch, which a user may have given or Paceline chosen.
         compared = {"run.global_batch_size"}
         if elsewhere:
@@ -301,11 +301,12 @@ class RunState:
     def capture(
         self, progress: Progress, *, before_content: Callable[[], object] = lambda: None
     ) -> Checkpoint | None:
-        """Captures a checkpoint of the current state. A collective: all ranks send their statistics.
+        """Captures a checkpoint of the current state. All ranks call this and send their statistics.
 
         Args:
             progress: Progress of the run.
-            before_content: Runs on rank 0 after the collectives, before the callbacks' state is captured.
+            before_content: Function that runs on rank 0 after the collectives, before the state of the
+                callbacks is captured.
 
         Returns:
             The checkpoint on rank 0, None on all other ranks. The checkpoint refers to the tensors of the
@@ -322,7 +323,7 @@ class RunState:
         return self._checkpoint(progress, rows, tracked, average, exchange=exchange)
 
     def _capture_exchange(self) -> dict[str, Any]:
-        """Gathers the exchange state of all ranks as bytes, because the size differs between ranks."""
+        """Gathers each rank's state of the gradient exchange, as bytes because sizes differ."""
         if self.memory is None:
             return {}
         buffer = io.BytesIO()
@@ -385,9 +386,10 @@ class RunState:
 
 
 def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer state without the masters.
+    """Returns an optimizer state without the fp32 master weights.
 
-    A checkpoint contains the masters as the model's weights, which a run in any number format can load.
+    A checkpoint contains the master weights as the model's weights, which a run in any number format
+    can load.
     """
     slim = {
         number: {key: value for key, value in entry.items() if key != MASTER}
@@ -411,7 +413,7 @@ _MAKE_PLANS = (
 
 @dataclass(frozen=True)
 class PinnedPlan:
-    """The exchange plan of a checkpoint.
+    """The fusion plan (gradient buckets) of a checkpoint, which a resumed run keeps if possible.
 
     Attributes:
         plan: The plan.

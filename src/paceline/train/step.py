@@ -1,9 +1,9 @@
-"""One training step, top to bottom: batches → forward → backward → reduce → update.
+"""`TrainStep`: one training step, from the batches to the update of the weights.
 
-`launch` queues a step and returns, so that a GPU always has a next step to run. `collect` waits for the
-oldest step and reads the outcome, which is equal on all ranks. Errors and signals of one rank are sent
-with the gradients, so that all ranks skip, stop or fail at the same step. A rank that has failed takes
-part in the exchange, with zeros, until all ranks have read the reason.
+`launch` queues a step and returns, so that a GPU always has a next step to run. `collect` waits for
+the oldest step and reads the outcome, which is equal on all ranks. Errors and signals of one rank are
+sent with the gradients, so that all ranks skip, stop or fail at the same step. A rank that has failed
+still takes part in the all-reduces, with zeros, until all ranks have read the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paceline.train.strategy import Pending, Strategy, parameter_names, row_valu
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The outcome of a step.
+    """The results of one training step.
 
     All values are equal on all ranks, except those whose description mentions "this rank".
 
@@ -54,12 +54,13 @@ class StepOutcome:
         requested: True if a callback asked to stop.
         loss: Mean training loss.
         loss_scale: Loss scale of the step.
-        corrupt_count: Corrupt samples on all ranks.
-        corrupt_here: Corrupt samples of this rank.
+        corrupt_count: Number of corrupt samples on all ranks.
+        corrupt_here: The corrupt samples that this rank has read.
         step_s: Time of the step on this rank, in seconds.
         data_s: Time that this rank waited for batches, in seconds.
-        exposed_comm_s: Time that this rank waited for the exchange after its own backward pass.
-        stall: Time that the device of this rank was idle for lack of a batch, by cause.
+        exposed_comm_s: Seconds that this rank waited for the gradient all-reduces after its own
+            backward pass.
+        stall: Seconds that the device of this rank was idle for lack of a batch, by cause.
         grad_norm: Norm of all gradients before clipping; 0 without clipping.
         whole_squared: Squared norm of the gradient of the whole step; 0 if not measured.
         parts_squared: Sum of the squared norms of the micro-steps' gradients; 0 if not measured.
@@ -101,7 +102,7 @@ class _Launched:
 
 @dataclass
 class _Computed:
-    """The result of a step's micro-batches on this rank."""
+    """What this rank's forward and backward passes of one step have yielded."""
 
     wait: InputWait
     corrupt: list[CorruptSample] = field(default_factory=list)
@@ -115,12 +116,12 @@ class _Computed:
 
 @dataclass(kw_only=True)
 class TrainStep:
-    """The training step and everything that it uses.
+    """Runs training steps: computes gradients, sums them over ranks, and updates the weights.
 
     Attributes:
-        foreign: True for a user's model, whose exceptions become errors of one line.
+        foreign: True if the model is a user's, whose exceptions become errors of one line.
         checks_parameters: True if a user's code could replace the model's parameters during the run.
-        fault: An error of this rank, which the next exchange reports to all ranks.
+        fault: An error of this rank, which the next all-reduce reports to all ranks.
         faulted: True after any rank has failed. All ranks learn of the failure in the same step. This
             step and later steps change nothing.
         given_up: True if this rank computes no more micro-batches.
@@ -169,25 +170,25 @@ class TrainStep:
 
     @property
     def lag(self) -> int:
-        """Number of steps that may be in flight while the next step is prepared."""
+        """Number of launched but unfinished steps that are allowed while the next step is prepared."""
         if self.strategy.lag is not None:
             return self.strategy.lag
         return 1 if self.policy.device.type == "cuda" else 0
 
     @property
     def under_way(self) -> int:
-        """Number of steps in flight."""
+        """Number of steps that were launched but not collected."""
         return len(self._under_way)
 
     def run(self, step: int, rate: float) -> StepOutcome:
-        """Launches a step and collects its outcome."""
+        """Runs one step to its end: launches it and collects its outcome."""
         self.launch(step, rate)
         return self.collect()
 
     def launch(
         self, step: int, rate: float, hyperparameters: Mapping[str, float] | None = None
     ) -> None:
-        """Queues a step: gradients, exchange and update.
+        """Queues a step: computes gradients, sums them over ranks, and updates the weights.
 
         Args:
             step: Number of the step.
@@ -276,8 +277,8 @@ class TrainStep:
     def _agree_on_graphs(self) -> None:
         """Stops the use of CUDA graphs on all ranks if the capture failed on any rank.
 
-        Acts once, after each rank has captured its graphs. All ranks launch the same steps, so all ranks
-        enter the collective at the same step.
+        Does this once, after each rank has captured its graphs. All ranks launch the same steps, so
+        they communicate at the same step.
         """
         self._launches += 1
         if not self.micro.may_fall_back or self._launches != WARM_CALLS + 2:
@@ -288,7 +289,7 @@ class TrainStep:
             self.micro.fall_back("another rank could not capture the step as a CUDA graph")
 
     def drop_graphs(self) -> None:
-        """Drops the CUDA graphs of this rank, because later micro-batches have a different size.
+        """Destroys the CUDA graphs of this rank, because later micro-batches have a different size.
 
         All ranks call this between the same steps. After the next captures, the ranks agree again
         whether to use graphs, because NCCL requires that either all ranks replay graphs or none.
@@ -304,7 +305,7 @@ class TrainStep:
 
     def reduce(self, signals: Signals) -> None:
         """Sums gradients and signals over all ranks."""
-        remedy = "free memory, or lower comm.fusion_mib: messages get smaller"
+        remedy = "free memory, or lower comm.fusion_mib, which makes buckets smaller"
         with explain_out_of_memory("in the exchange of gradients", remedy):
             self.exchange.reduce(self.micro.loss, signals)
 
@@ -326,10 +327,10 @@ class TrainStep:
                 ) from error
 
     def collect(self) -> StepOutcome:
-        """Waits for the oldest step in flight.
+        """Waits for the oldest launched step and returns its outcome.
 
         Returns:
-            The outcome of this step.
+            The results of this step.
 
         Raises:
             PacelineError: If any rank has failed.
@@ -376,7 +377,7 @@ class TrainStep:
         return self.optimizer.state_bytes() / trained, self.strategy.state_bytes / trained
 
     def exchange_bytes(self) -> float:
-        """Returns the mean number of bytes that each rank exchanges in a step."""
+        """Returns the mean number of bytes of gradients that each rank exchanges in a step."""
         plain = sum(bucket.bytes for bucket in self.exchange.bucket_info())
         return self.strategy.step_bytes(plain) * self.source.exchanges
 
@@ -402,13 +403,13 @@ class TrainStep:
         return self._unfinished
 
     def complete(self, row: Tensor) -> None:
-        """Completes a step whose exchange has failed here but not on another rank, for `collect`.
+        """Completes a step whose all-reduces have failed on this rank but not on another one.
 
-        The caller has restored the weights of the other rank. This rank's batch-norm statistics stay, as
-        they are those after the step, unless all ranks have discarded it.
+        The caller has restored the weights of the other rank. This rank's batch-norm statistics stay,
+        as they are those after the step, unless all ranks have discarded the step.
 
         Args:
-            row: The outcome on the other rank, its `last_row`.
+            row: The results on the other rank, its `last_row`.
         """
         launched = self._exchanging
         assert launched is not None

@@ -1,4 +1,4 @@
-"""Builds the training step of a model: precision, optimizer, exchange, loss scale, fast path.
+"""Builds the training step of a model from precision, optimizer, gradient exchange and fast path.
 
 `create_parts` chooses each part and makes all ranks agree on the choice. If one rank fails or chooses
 differently, all ranks end with an error of one line, before a collective of different sizes could hang.
@@ -57,7 +57,7 @@ from paceline.train.weights import WeightAverage, create_average, fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """The parts of a step, without data and batch plan.
+    """The model, optimizer, gradient exchange and other parts of a training step, without the data.
 
     Attributes:
         exchange_summary: Description of the exchange for display; "" on one rank.
@@ -88,7 +88,7 @@ class StepParts:
         self.model.zero_grad(set_to_none=True)
 
     def describe(self) -> dict[str, str]:
-        """Describes the choices by name, for display and for the record."""
+        """Describes how a step is computed, by name, for display and for the record."""
         clipped = f"gradients clipped to a norm of {self.clip_norm:g}" if self.clip_norm else ""
         notes = (self.optimizer.describe(), describe_layers(self.optimizer.param_groups), clipped)
         chosen = {
@@ -109,7 +109,7 @@ def create_parts(
     components: Components | None = None, classes: int | None = None,
     limits: ModelLimits = ModelLimits(), strategy: Strategy | None = None,
 ) -> StepParts:  # fmt: skip
-    """Creates the parts of a step. A collective, which also rounds the model's weights in place.
+    """Creates the parts of a training step, and rounds the weights in place. All ranks call this.
 
     Args:
         config: The settings of the run.
@@ -118,11 +118,11 @@ def create_parts(
         rate: Learning rate of the first step.
         micro_batch: Number of samples in a micro-batch.
         accumulate: True if a step has several micro-batches.
-        pinned: The plan of the checkpoint, if a run is resumed.
+        pinned: The fusion plan of the checkpoint, if a run is resumed.
         steps_per_epoch: Number of steps in an epoch, for `run.average_epochs`.
         components: Python objects that replace objects that the settings name.
         classes: Number of classes, which a user's loss needs if images are mixed.
-        limits: Properties of the model that exclude fast implementations.
+        limits: Properties of the model that rule out faster implementations.
         strategy: The training strategy. The default is `Synchronous`.
 
     Returns:
@@ -237,9 +237,9 @@ def _try_model(
 def share_products(
     config: RunConfig, optimizer: MasterOptimizer, group: Group, graphs: bool
 ) -> None:
-    """Divides the optimizer's matrix products among the ranks if `share_products` allows it.
+    """Divides the matrix products of Muon's update among the ranks if `share_products` allows it.
 
-    On CPUs, the results are bit-identical to those without division.
+    On CPUs, the results are bit-identical to those of a rank that computes all products itself.
 
     Args:
         config: The settings of the run.
@@ -272,7 +272,7 @@ def share_products(
 def _computing_device(device: torch.device) -> str:
     """Describes the properties of a device that influence the last bits of a matrix product.
 
-    All ranks must compute bit-identical products. Otherwise the weights of the ranks would silently
+    Ranks must not share products if these properties differ, because their weights would silently
     differ.
     """
     if device.type == "cuda":

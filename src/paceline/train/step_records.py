@@ -1,4 +1,4 @@
-"""Accounts for completed steps: progress, records, and the end of a run that keeps skipping steps.
+"""Records completed steps, and ends a run that keeps skipping steps.
 
 In jobs of up to eight ranks, every rank writes its events to a file. In larger jobs, only rank 0
 writes all events. Whenever such a run pauses (for an evaluation, a checkpoint or the end), rank 0
@@ -95,17 +95,17 @@ class StepRecords:
             self._rank_times.note(event)
 
     def gather_times(self) -> None:
-        """Gathers the step times of all ranks; called in a pause, because a collective delays steps."""
+        """Gathers the step times of all ranks. Called in a pause, because a collective delays steps."""
         if self._rank_times is not None:
             self._rank_times.gather()
 
     def forget_times(self) -> None:
-        """Drops times that have not been gathered."""
+        """Drops step times that were not gathered from all ranks."""
         if self._rank_times is not None:
             self._rank_times.forget()
 
     def _noise_estimate(self, outcome: StepOutcome, samples: int) -> NoiseEstimate | None:
-        """Estimates the noise scale of a step and adds the estimate to the running averages.
+        """Estimates the gradient noise scale of a step, and adds the estimate to the running averages.
 
         Returns None if the step was skipped or nothing was measured.
         """
@@ -123,7 +123,7 @@ class StepRecords:
         return estimate
 
     def _note_fallback(self) -> None:
-        """Emits a note, once, if micro-steps are not captured although the settings ask for capture."""
+        """Emits a note, once, if CUDA graphs are not used although the settings ask for them."""
         reason, chosen = self._t.step.micro.uncaptured, self._t.chosen
         if reason and "not captured" not in chosen["speed"]:
             chosen["speed"] += f"; not captured: {reason}"
@@ -146,9 +146,9 @@ _SKIPPED_STEPS = 50
 
 
 def check_divergence(training: Training, outcome: StepOutcome) -> None:
-    """Ends the run after too many skipped steps.
+    """Ends the run if too many steps were skipped.
 
-    The decision uses only values that the exchange has made equal on all ranks.
+    The decision uses only values that are equal on all ranks.
 
     Args:
         training: The run.
@@ -212,11 +212,11 @@ class RankTimes:
         self._rows.append((event.step, times))
 
     def forget(self) -> None:
-        """Drops the noted steps."""
+        """Drops the recorded step times."""
         self._rows.clear()
 
     def gather(self) -> None:
-        """Emits a `RanksEvent` for each noted step on rank 0. All ranks call this after the same step."""
+        """Emits a `RanksEvent` for each recorded step on rank 0. All ranks call this together."""
         if not self._rows:
             return
         steps, rows_here = zip(*self._rows, strict=True)
@@ -242,7 +242,7 @@ class RankTimes:
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    """Returns the minimum, the median, the maximum, and the `rank` that has the maximum."""
+    """Returns minimum, median and maximum of a time of all ranks, and the `rank` with the maximum."""
     if not values:
         return {}
     largest = max(values)
@@ -252,7 +252,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _exposed(waits: list[float]) -> dict[str, float]:
-    """Returns the spread of the times that ranks waited for the exchange.
+    """Returns the spread of the times that ranks waited for their all-reduces.
 
     `rank` is the rank that waited least, because it arrived last. `others` is the median wait of all
     other ranks.

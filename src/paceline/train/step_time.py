@@ -27,13 +27,13 @@ _CPU_IMAGES = 8
 
 @dataclass(frozen=True)
 class StepTime:
-    """Times of one rank's step, without a gradient exchange.
+    """How long a step takes on one rank, without the all-reduce of gradients.
 
     Attributes:
         images: Number of images in the measured step.
         images_s: Seconds for forward and backward of these images.
         update_s: Seconds for the update.
-        choices: Descriptions of the automatic choices by name.
+        choices: Descriptions of the automatic choices (format, kernels and so on) by name.
     """
 
     images: int
@@ -83,17 +83,17 @@ def measure_step(
     ranks: int = 1, steps_per_epoch: float = 1.0, limit_s: float = 20.0, steps: int = _STEPS,
     cpu_images: int = _CPU_IMAGES,
 ) -> StepTime:  # fmt: skip
-    """Measures steps of one rank.
+    """Measures how long training steps take on one rank.
 
     Args:
         config: The settings of the run.
         model: The model, which is trained.
         group: This process alone.
-        micro_batch: Images of a micro-batch.
+        micro_batch: Number of images in a micro-batch.
         classes: Number of classes.
         ranks: Number of ranks of the run.
         steps_per_epoch: Number of steps of an epoch.
-        limit_s: No further step begins after this time.
+        limit_s: Seconds after which no further step begins.
         steps: Number of steps after the warm-up.
         cpu_images: On a CPU, at most this many images are measured.
     """

@@ -1,4 +1,4 @@
-"""Signals that request a checkpoint, or a checkpoint and a stop.
+"""Handles the signals that request a checkpoint, or a checkpoint and a stop.
 
 SIGINT (Ctrl-C), SIGTERM (scheduler, torchrun) and SIGHUP (lost terminal) stop the run.
 `checkpoint.on_sigusr1` and `checkpoint.on_sigusr2` define the meaning of SIGUSR1 and SIGUSR2. Signal
@@ -33,7 +33,7 @@ STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 def user_signals(settings: CheckpointSettings, meaning: str) -> tuple[signal.Signals, ...]:
-    """Returns those of SIGUSR1 and SIGUSR2 that have the given meaning.
+    """Returns which of SIGUSR1 and SIGUSR2 have the given meaning in the settings.
 
     The meaning `save` requests a save and continues; `stop` stops the run after a save.
     """
@@ -80,7 +80,7 @@ class StopSignals(SignalContext):
         return requested
 
     def stop_flags(self) -> dict[str, float]:
-        """Returns this rank's stop request as fields of the exchange's signals."""
+        """Returns the stop requests of this rank as fields of `comm.Signals`."""
         return {name: float(self.received is number) for name, number in STOP_FIELDS.items()}
 
 

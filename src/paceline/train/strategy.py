@@ -1,9 +1,10 @@
-"""`Strategy`: turns the micro-batches of a step into new weights.
+"""`Strategy`: how a step turns the micro-batches of all ranks into new weights.
 
 `run.strategy` names the strategy of a run. `Synchronous`, the default, sums the gradients of all ranks
 and updates all weights with the sum. All other strategies are extensions: subclasses that a package
-lists in `PROVIDES` or a program registers with `register_strategy`. The settings class of the table
-`[run.NAME]` also declares excluded combinations.
+lists in `PROVIDES` or a program registers with `register_strategy`. A strategy can have settings in
+the table `[run.NAME]`. Their dataclass also declares which other settings cannot be combined with the
+strategy.
 
 Each rank has one strategy from the start to the end of a run, whose methods are called in this order:
 
@@ -78,13 +79,14 @@ def micro_batches_of(plan: BatchPlan, step: int, rank: int) -> Iterator[MicroBat
 
 @dataclass(kw_only=True)
 class Pending:
-    """The outcome of a step in flight.
+    """The results of a step that may still run on the device.
 
     Attributes:
-        row: Sums of the signals, `EXTRAS`, and one flag per parameter for a non-finite gradient. The row
-            is in host memory and is complete after `wait`.
+        row: A tensor in host memory, complete after `wait`: the sums of the `comm.Signals`, the values
+            that `EXTRAS` names, and one flag per parameter for a non-finite gradient.
         wait: Waits for the device or for other ranks; None if there is nothing to wait for.
-        exposed: Returns the time that this rank waited for the exchange after its own backward pass.
+        exposed: Returns the seconds that this rank waited for the all-reduces after its own backward
+            pass.
         fields: Fields that the strategy adds to the record of the step. `wait` may add more fields.
     """
 
@@ -95,21 +97,23 @@ class Pending:
 
 
 class Strategy:
-    """The interface of a strategy. All defaults implement plain synchronous training.
+    """The base class of training strategies. All defaults implement plain synchronous training.
 
     Attributes:
         name: The strategy's name in `run.strategy`, in checkpoints and in error messages.
         several_ranks: True if the strategy needs several ranks. If there is only one rank, `Synchronous`
             is used instead.
         same_weights: True if all ranks have the same weights after each step.
-        eager: True if a pass contains collectives, which compiled code and CUDA graphs do not support.
+        eager: True if forward or backward contains collectives, which compiled code and CUDA graphs do
+            not support.
         one_batch: Reason why the global batch cannot grow during a run; "" if it can.
         fixed_ranks: Reason why the number of ranks cannot change during a run; "" if it can.
         equal_parts: Reason why all ranks need the same number of micro-batches; "" if they do not.
-        counts: Titles of record fields that are histograms: title, name of the number, name of the count.
-        shown: Values of the summary and of evaluations that reports display.
-        lag: Number of steps that may be in flight while the next step is prepared; None for the default
-            of the device.
+        counts: Descriptions of record fields that are histograms, by field: title, name of the number,
+            name of the count.
+        shown: Names of values in the summary and in evaluations that reports display.
+        lag: Number of launched but unfinished steps that are allowed while the next step is prepared;
+            None for the default of the device.
         stops_within_step: False if ranks wait for each other inside a step, so that they can stop only
             between steps.
     """
@@ -138,17 +142,17 @@ class Strategy:
 
     @classmethod
     def check(cls, config: RunConfig, ranks: int) -> None:
-        """Refuses settings that do not fit the number of ranks, with a ConfigError."""
+        """Raises a ConfigError if settings do not fit the number of ranks."""
 
     @classmethod
     def check_model(cls, model: nn.Module) -> None:
-        """Refuses a model that the strategy cannot train, with a ConfigError."""
+        """Raises a ConfigError if the strategy cannot train the model."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores the result of `state` from the checkpoint of a resumed run."""
+        """Restores what `state` has returned, from the checkpoint of a resumed run."""
 
     def prepare(self, model: nn.Module, inputs: RunInputs) -> None:
-        """Changes or inspects the new model before the fast path is chosen. A collective."""
+        """Changes or inspects the new model before its fast path is chosen. All ranks call this."""
 
     @classmethod
     def cluster(cls, config: RunConfig, processes: int, nodes: int) -> ClusterFacts:
@@ -156,7 +160,7 @@ class Strategy:
         return ClusterFacts(processes, nodes)
 
     def batch_norm(self, model: nn.Module) -> BatchNormState:
-        """Creates the running statistics of this rank."""
+        """Creates the object that holds this rank's running statistics of batch norm."""
         return BatchNormState(model)
 
     def divide(self, plan: BatchPlan, compute: Callable[[], None]) -> BatchPlan:
@@ -169,10 +173,10 @@ class Strategy:
     def create_exchange(
         self, planned: ExchangeParts, *, accumulate: bool, graphs: bool, squares: bool
     ) -> GradientExchange:
-        """Creates the exchange, which sums gradients and signals. A collective.
+        """Creates the object that sums gradients and signals over ranks. All ranks call this.
 
         Args:
-            planned: The plan of the exchange.
+            planned: The buckets, algorithms and formats, on which all ranks agree.
             accumulate: True if a step has several micro-batches.
             graphs: True if micro-steps are captured as CUDA graphs.
             squares: True to measure the squared norms of the micro-steps' gradients.
@@ -181,11 +185,11 @@ class Strategy:
 
     @property
     def computed_ranks(self) -> int | Sequence[int]:
-        """The rank whose micro-batches this process computes, or the ranks in order if it has several."""
+        """The rank whose micro-batches this process computes, or several ranks in order."""
         return self.group.rank
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
-        """Stores the parts of the step after they are created."""
+        """Stores the parts of the training step, which have now been created."""
         raise NotImplementedError
 
     @classmethod
@@ -213,28 +217,28 @@ class Strategy:
         return micro_batches_of(plan, step, self.group.rank)
 
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
-        """Updates the weights after the exchange has summed the gradients.
+        """Updates the weights after the gradients were summed over ranks.
 
         Args:
             rate: The learning rate.
             hyperparameters: Values of the schedule besides the learning rate, by name.
 
         Returns:
-            The outcome of the step, which may still be in flight.
+            The results of the step, which may still run on the device.
         """
         raise NotImplementedError
 
     def record(self, outcome: StepOutcome) -> Mapping[str, Any]:
-        """Returns the record fields of a completed step."""
+        """Returns the strategy's fields for the record of a completed step."""
         return outcome.fields
 
     # Between steps.
 
     def pause(self) -> None:
-        """Runs before an evaluation and a checkpoint, when no step is in flight. A collective."""
+        """Runs before an evaluation and a checkpoint, when no step is running. All ranks call this."""
 
     def record_evaluation(self, *, reached_target: bool) -> Mapping[str, Any]:
-        """Returns the record fields of an evaluation."""
+        """Returns the strategy's fields for the record of an evaluation."""
         return {}
 
     def remark(self) -> str:
@@ -242,17 +246,17 @@ class Strategy:
         return ""
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
-        """Returns the batch plan for later steps, or `plan` if nothing changes. A collective."""
+        """Returns the batch plan for later steps, or `plan` if nothing changes. All ranks call this."""
         return plan
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint."""
+        """Returns the strategy's state for a checkpoint."""
         return {}
 
     # At the end.
 
     def conclude(self) -> None:
-        """Runs after the last step of a run that ends without an error. A collective."""
+        """Runs after the last step of a run that ends without an error. All ranks call this."""
 
     def summary(self) -> dict[str, Any]:
         """Returns entries for `summary.json`."""
@@ -263,7 +267,7 @@ class Strategy:
 
     @property
     def state_bytes(self) -> int:
-        """Size in bytes of the state kept between steps, without the optimizer's state."""
+        """Size in bytes of the strategy's state between steps, without the optimizer's state."""
         return 0
 
     def step_bytes(self, gradient_bytes: float) -> float:
@@ -274,8 +278,8 @@ class Strategy:
 class Synchronous(Strategy):
     """Sums the gradients of all ranks in each step; all ranks make the same update.
 
-    The device decides whether to update, so the host does not wait. If a gradient is not finite, masters,
-    momenta and half-precision weights do not change. After an error of a rank, or a stop inside a step,
+    The device decides whether to update, so the host does not wait. If a gradient is not finite, the
+    weights and the optimizer's state do not change. After an error of a rank, or a stop inside a step,
     they never change again, and the run ends. `TrainStep.collect` reads the outcome later.
     """
 
@@ -307,7 +311,7 @@ class Synchronous(Strategy):
         self._captured = Captured(self._update, enabled=graphs)
 
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
-        """Queues the update, and then the copy of the outcome to host memory."""
+        """Queues the update of the weights, and then the copy of the results to host memory."""
         set_rate(self.optimizer, rate, hyperparameters)
         self.optimizer.upload()
         if self._waits:
@@ -463,5 +467,5 @@ def create_strategy(config: RunConfig, group: Group) -> Strategy:
 
 
 def is_idle(kind: type[Strategy], ranks: int) -> bool:
-    """Returns True if a strategy has no effect on `ranks` ranks."""
+    """Returns True if a strategy has no effect on `ranks` ranks, because it needs several."""
     return kind.several_ranks and ranks == 1

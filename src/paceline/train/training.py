@@ -48,7 +48,7 @@ from paceline.train.stop_signals import StopSignals
 
 @dataclass(kw_only=True)
 class Training:
-    """The parts of a run, and the actions of the run between steps.
+    """The parts of a run, and what the run does between steps.
 
     Attributes:
         written: The settings that `config.toml` contains.
@@ -110,7 +110,10 @@ class Training:
                     self.emit(NoteEvent(f"{text}; training continues"))
 
     def replace_plan(self, plan: BatchPlan) -> None:
-        """Changes how global batches are divided into micro-batches. A collective between steps."""
+        """Changes how global batches are divided into micro-batches.
+
+        All ranks call this between steps.
+        """
         # The graphs were captured for the old size of this rank's micro-batches.
         self.step.drop_graphs()
         self.step.loader.close()
@@ -159,7 +162,7 @@ class Training:
             self.step.fault = written.error
 
     def write_trace(self) -> None:
-        """Writes the trace of all ranks on rank 0; emits a note if that fails. A collective."""
+        """Writes the trace of all ranks on rank 0; emits a note if that fails. All ranks call this."""
         try:
             note = self.trace.write()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Weights in full precision: masters, checkpoints, export files, fingerprints, and averages over steps.
+"""Weights in fp32: for checkpoints, export files and comparisons, and their averages over steps.
 
 The model can compute in half precision while the optimizer holds fp32 masters. Checkpoints, export and
 comparisons use the masters. `WeightAverage` is a running average of the weights for evaluation and
@@ -36,7 +36,7 @@ def master_weights(
     Args:
         model: The model.
         optimizer: The optimizer, which holds the masters.
-        weights: Values that replace the masters, in the optimizer's order.
+        weights: Values to return instead of the masters, in the optimizer's order.
 
     Returns:
         The masters of the trained parameters, and the frozen parameters unchanged.
@@ -54,7 +54,7 @@ def full_state(
     Args:
         model: The model.
         optimizer: The optimizer, which holds the masters.
-        weights: Values that replace the masters, in the optimizer's order.
+        weights: Values to return instead of the masters, in the optimizer's order.
 
     Returns:
         The state dict with masters instead of half-precision parameters.
@@ -95,7 +95,7 @@ def write_weights(state: Mapping[str, Tensor], path: Path, metadata: dict[str, s
 def finish_module(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copies weights and buffers from `state` into a user's module and removes the module's gradients.
 
-    Afterwards the module shares no memory with the optimizer or the exchange.
+    Afterwards the module shares no memory with the optimizer or the gradient buffers.
     """
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         value.data = state[name].detach().to(value.device, copy=True)
@@ -111,7 +111,7 @@ def preprocessing(config: RunConfig, classes: Sequence[str], step: int) -> dict[
         step: Number of completed steps of the weights.
 
     Returns:
-        Parameters by name, for turning an image into the model's input and outputs into classes.
+        Values by name that turn an image into the model's input and outputs into classes.
     """
     data = config.data
     parameters: dict[str, Any] = {
@@ -186,10 +186,10 @@ _REMEDY = "use run.average_epochs=0, or free the device"
 
 
 class WeightAverage:
-    """Running average in fp32 of masters and batch-norm statistics over the last steps.
+    """A running average in fp32 of the weights and batch-norm statistics over the last steps.
 
-    Evaluation and export use the average in place of the last step's weights; training never does. For
-    the first `steps` steps, it is the plain mean, without the initial weights. After that, the influence
+    Evaluation and export use the average in place of the current weights; training never does. For the
+    first `steps` steps, it is the plain mean, without the initial weights. After that, the influence
     of a step decays exponentially with its age. `weights` has the averaged masters in the optimizer's
     order. `statistics` has the averaged batch-norm statistics of this rank.
     """
@@ -243,7 +243,7 @@ class WeightAverage:
         return full_state(self._model, self._optimizer, self.weights)
 
     def capture(self, group: Group, *, average: bool = False) -> dict[str, Any]:
-        """Returns the state for a checkpoint on rank 0, {} on all other ranks. A collective.
+        """Returns the state for a checkpoint on rank 0, {} on all other ranks. All ranks call this.
 
         `average` has the same meaning as in `gather_rows`.
         """
@@ -285,7 +285,7 @@ class WeightAverage:
         self._count.fill_(saved["count"])
 
     def describe(self, steps_per_epoch: float) -> str:
-        """Returns a description for the start of the run."""
+        """Describes the averaging of weights, for display at the start of the run."""
         epochs = self.steps / steps_per_epoch
         return f"over about {self.steps:,.0f} steps ({epochs:g} epochs), for evaluation and export"
 
@@ -294,7 +294,7 @@ def create_average(
     epochs: float, steps_per_epoch: float, model: nn.Module, optimizer: MasterOptimizer,
     batch_norm: BatchNormState,
 ) -> WeightAverage | None:  # fmt: skip
-    """Creates the average of `run.average_epochs`.
+    """Creates the weight average that `run.average_epochs` requests.
 
     Args:
         epochs: Number of epochs over which to average; 0 turns averaging off.
@@ -323,5 +323,5 @@ def create_average(
 
 
 def applied(average: WeightAverage | None) -> Context[None]:
-    """Returns `average.applied()`, or a context that does nothing if there is no average."""
+    """Returns a context in which the model has the averaged weights, if there is an average."""
     return nullcontext() if average is None else average.applied()

@@ -1,1 +1,1 @@
-"""The strategy `asynchronous`: asynchronous SGD with bounded staleness."""
+"""The training strategy `asynchronous`: asynchronous SGD with bounded staleness."""

@@ -1,8 +1,9 @@
-"""Implements a parameter server and the bound on the staleness of its workers.
+"""Implements a parameter server, and limits how far its workers can be apart.
 
-Every rank is a worker. The first `servers` ranks, or all ranks, also serve a shard of tensors in a
-thread. Workers push gradients and pull weights without a barrier. A server applies each push at arrival
-and acknowledges it. Messages go through host memory over Gloo, which can receive from any rank.
+Every rank is a worker. The first `servers` ranks, or all ranks, also hold a shard of the weights,
+which a thread updates. Workers push gradients and pull weights without a barrier. A server applies
+each push at arrival and acknowledges it. Messages go through host memory over Gloo, which can receive
+from any rank.
 
 `Clock` bounds the distance between ranks: a rank begins step n after all ranks have finished step
 n − 1 − bound (stale synchronous parallel, Ho et al. 2013).
@@ -32,7 +33,10 @@ MOST_STALENESS = 64
 
 
 class Shard(NamedTuple):
-    """Elements `start` to `stop` of the flat weights, served by `rank`; `tensors` has their indices."""
+    """A part of the model's weights that `rank` serves: elements `start` to `stop` of the flat weights.
+
+    `tensors` has the indices of the tensors in this part.
+    """
 
     rank: int
     start: int
@@ -41,7 +45,7 @@ class Shard(NamedTuple):
 
 
 def cut_shards(sizes: Sequence[int], ranks: int, servers: int) -> list[Shard]:
-    """Divides whole tensors among servers, so that layer-wise optimizers work.
+    """Divides the model's tensors among servers; no tensor is split, so layer-wise optimizers work.
 
     Assigns tensors from the largest to the smallest, each to the server with the least elements.
 
@@ -68,7 +72,7 @@ def cut_shards(sizes: Sequence[int], ranks: int, servers: int) -> list[Shard]:
 
 
 class Pushed(NamedTuple):
-    """Result of a push.
+    """The result of sending a gradient to the parameter servers (a push).
 
     Attributes:
         staleness: Number of updates by other ranks between this rank's pull and push; the maximum over
@@ -81,9 +85,9 @@ class Pushed(NamedTuple):
 
 
 class ParameterServer:
-    """The worker of a rank, and the thread that serves this rank's shard.
+    """Sends gradients to all servers, pulls weights, and serves this rank's shard in a thread.
 
-    Creation is a collective, because it creates a process group.
+    All ranks create it together, because it creates a process group.
 
     Args:
         group: Group of all ranks.
@@ -110,7 +114,7 @@ class ParameterServer:
 
         Args:
             weights: This shard's slice of the flat weights.
-            apply: Applies a gradient to `weights` in place.
+            apply: A function that applies a gradient to `weights` in place.
         """
         if self._own is None:
             return
@@ -174,7 +178,7 @@ class ParameterServer:
             self._thread.join(_END_WAIT_S)
 
     def leave(self) -> None:
-        """After an error, tells the servers of other ranks to end; does not wait for lost ranks."""
+        """After an error, tells the servers of other ranks to end, without waiting for lost ranks."""
         for shard in self.shards:
             if shard is not self._own:
                 with suppress(RuntimeError, ValueError):  # that rank is gone
@@ -201,7 +205,7 @@ class ParameterServer:
         return dist.irecv(into, group=self.process_group, group_src=rank, tag=tag)
 
     def _take(self, gradient: Tensor, pulled: int, rate: float) -> tuple[int, bool]:
-        """Applies a push to this rank's shard. Returns the staleness, and True if it was refused."""
+        """Applies a gradient to this rank's shard. Returns its staleness, and True if it was refused."""
         assert self._apply is not None
         with self._lock:
             stale = self._version - pulled
@@ -210,7 +214,7 @@ class ParameterServer:
         return stale, not applied
 
     def _serve(self) -> None:
-        """Serves requests until all other ranks have sent their last message."""
+        """Handles requests of other ranks until all of them have sent their last message."""
         assert self._own is not None
         assert self._weights is not None
         header = torch.empty(3, dtype=torch.float64)
@@ -236,7 +240,7 @@ class ParameterServer:
 
 
 def _encoded(version: int) -> Tensor:
-    """Splits a version into two numbers that fp32 represents exactly."""
+    """Splits the version number of a shard's weights into two numbers that fp32 represents exactly."""
     return torch.tensor([version >> 20, version & 0xFFFFF], dtype=torch.float32)
 
 
@@ -245,10 +249,10 @@ def _version_of(encoded: Tensor) -> int:
 
 
 class Clock:
-    """Sums a vector over all ranks in each step, without a barrier.
+    """Sums a vector over all ranks in each step, so that a rank knows which steps others have finished.
 
-    A rank that waits for the sum of a step knows that all ranks have finished this step. Creation is a
-    collective, because it creates a process group.
+    A rank that waits for the sum of a step knows that all ranks have finished this step. All ranks
+    create it together, because it creates a process group.
     """
 
     def __init__(self) -> None:

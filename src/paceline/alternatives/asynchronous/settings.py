@@ -1,4 +1,4 @@
-"""Settings of asynchronous SGD: the table `[run.asynchronous]`."""
+"""Settings of the strategy `asynchronous`: the table `[run.asynchronous]`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.settings import SettingChecks
 _NO_ALL_REDUCE = "asynchronous training has no all-reduce: gradients go to parameter servers"
 _NO_AVERAGE = "is not supported with asynchronous training: no rank sees the averaged gradient"
 _NO_COMMON_SCALE = (
-    "needs a loss scale that all ranks agree on in every step, and asynchronous ranks do not"
+    "needs a loss scale that is equal on all ranks in every step, which asynchronous ranks lack"
 )
 _HALF = "use --amp-dtype bf16 or fp32"
 
@@ -23,7 +23,7 @@ class AsynchronousSettings:
     staleness: int = 4
     """Maximum number of steps between the fastest and the slowest rank."""
     servers: int = 0
-    """Number of ranks, from the first on, that serve a shard of the weights; 0 means all ranks."""
+    """Number of ranks, from rank 0 on, that update a part of the weights; 0 means all."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("run.asynchronous", self)

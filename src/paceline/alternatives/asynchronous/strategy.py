@@ -5,9 +5,9 @@ The servers apply the gradient with the optimizer of the run. Ranks synchronize 
 checkpoints (`pause`). Between these points the fastest rank is at most `run.asynchronous.staleness` steps
 ahead of the slowest rank.
 
-A push is the mean gradient of this rank's part of the global batch, applied at 1/p of the learning rate.
-Therefore p pushes, one per rank, move the weights as far as one synchronous step, even with weight
-decay and layer-wise rates.
+A push is the mean gradient of this rank's part of the global batch, applied at 1/p of the learning
+rate for p ranks. Therefore p pushes, one per rank, move the weights as far as one synchronous step,
+even with weight decay and layer-wise rates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MakeOptimizer = Callable[[nn.Module], MasterOptimizer]
 
 
 class LocalTransport(Transport):
-    """Sends nothing: every rank keeps its gradients and signals."""
+    """Sends nothing, because asynchronous ranks send gradients to parameter servers instead."""
 
     def send(self, pieces: Sequence[Piece], begun: Notify, ended: Notify) -> Wait:
         begun()
@@ -58,7 +58,7 @@ class LocalTransport(Transport):
 
 
 class Asynchronous(Strategy):
-    """Pulls weights, pushes gradients, and bounds the staleness.
+    """Trains asynchronously: pulls weights, pushes gradients, and bounds the staleness.
 
     The run's own optimizer makes no steps. `pause` copies the servers' state into this optimizer.
     """
@@ -96,7 +96,7 @@ class Asynchronous(Strategy):
         )  # fmt: skip
 
     def attach(self, parts: StepParts, micro: MicroStep) -> None:
-        """Creates the parameter server and the clock. A collective: both create process groups."""
+        """Creates the parameter server and the clock. All ranks call this."""
         group = self.group
         self._names = parameter_names(parts.exchange, parts.optimizer)
         self._exchange, self._batch_norm = parts.exchange, parts.batch_norm
@@ -135,13 +135,13 @@ class Asynchronous(Strategy):
         self._exposed_s = time.perf_counter() - started
 
     def finish(self, rate: float, hyperparameters: Mapping[str, float] | None) -> Pending:
-        """Pushes the result of `GradientExchange.reduce`, unless this rank has failed.
+        """Pushes this rank's gradient to the servers, unless this rank has failed.
 
         Servers receive the learning rate with each push, but no other scheduled values.
         """
         if hyperparameters:
             raise RunError(
-                f"parameter servers do not receive {', '.join(hyperparameters)} of the schedule",
+                f"asynchronous training does not support {', '.join(hyperparameters)} of the schedule",
                 "use another optim.schedule or optim.name",
             )
         tail = self._exchange.tail.detach().cpu()
@@ -207,7 +207,7 @@ class Asynchronous(Strategy):
         _load_weights(self._optimizer, self._views(self._flat))
 
     def conclude(self) -> None:
-        """Stops the servers at the end of the run. A collective."""
+        """Stops the servers at the end of the run. All ranks call this."""
         if self._started and not self._closed:
             self._closed = True
             self.group.watched("the end of the servers", self._server.close)
@@ -225,7 +225,7 @@ class Asynchronous(Strategy):
         ]
 
     def _start(self) -> None:
-        """Starts this rank's server with the rank's weights and state, new or from a checkpoint."""
+        """Starts this rank's server, with new weights and state or those of a checkpoint."""
         self._started = True
         masters = self._optimizer.masters()
         for view, master in zip(self._views(self._flat), masters, strict=True):
@@ -240,7 +240,7 @@ class Asynchronous(Strategy):
         self._server.serve(weights, self._mirror.apply)
 
     def _gather_momenta(self) -> None:
-        """Broadcasts each server's state to all ranks, in one message per server."""
+        """Broadcasts the optimizer state of each server to all ranks, in one message per server."""
         for shard in self._server.shards:
             tensors = self._mirror.state_of(shard.tensors)
             if not tensors:
@@ -270,7 +270,7 @@ class _Mirror:
         self._own: list[tuple[Any, slice]] = []
 
     def take(self, numbers: tuple[int, ...], weights: Tensor, places: list[int]) -> None:
-        """Turns the parameters with the indices `numbers` into views of `weights` at offsets `places`."""
+        """Makes the parameters with the indices `numbers` views of `weights`, at the offsets `places`."""
         for number, place in zip(numbers, places, strict=True):
             parameter = self._parameters[number]
             span = slice(place, place + parameter.numel())
@@ -278,7 +278,7 @@ class _Mirror:
             self._own.append((parameter, span))
 
     def apply(self, gradient: Tensor, rate: float) -> bool:
-        """Makes a step with the shard's gradient. Returns False if the gradient was not finite."""
+        """Updates this rank's shard with a gradient. Returns False if the gradient was not finite."""
         for parameter, span in self._own:
             parameter.grad = gradient[span].view(parameter.shape)
         set_rate(self.optimizer, rate)
@@ -296,7 +296,7 @@ class _Mirror:
 
 @torch.no_grad()
 def _load_weights(optimizer: MasterOptimizer, values: Sequence[Tensor]) -> None:
-    """Copies values to the masters, and to the parameters that are not their own masters."""
+    """Copies weights to an optimizer's fp32 masters, and to parameters that are not their own masters."""
     parameters = optimizer.parameters()
     for master, parameter, value in zip(optimizer.masters(), parameters, values, strict=True):
         master.copy_(value)
@@ -305,7 +305,7 @@ def _load_weights(optimizer: MasterOptimizer, values: Sequence[Tensor]) -> None:
 
 
 def _copy_state(source: MasterOptimizer, target: MasterOptimizer) -> None:
-    """Copies the state of one optimizer to another, except masters and hyper-parameters."""
+    """Copies the state of one optimizer to another, except master weights and hyper-parameters."""
     state = {
         number: {key: value for key, value in entry.items() if key != MASTER}
         for number, entry in source.state_dict()["state"].items()

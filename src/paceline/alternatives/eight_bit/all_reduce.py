@@ -5,10 +5,10 @@ the buffer. The owner receives this chunk from every rank in 8 bits (all-to-all)
 quantizes the sum and sends it to all ranks (all-gather). All ranks decode the same bytes, so their
 results are bit-identical.
 
-Error feedback: a rank adds the rounding errors to the gradients of the next step before it quantizes them
-(Seide et al. 2014, Karimireddy et al. 2019). The owner of a chunk does the same with the errors of its
-sum (Tang et al. 2019). These residuals are in units of the unscaled gradient, so that the loss scale may
-change between steps.
+Error feedback: a rank adds its residuals, which are the differences between its gradients and their
+quantized values, to the gradients of the next step (Seide et al. 2014, Karimireddy et al. 2019). The
+owner of a chunk does the same with the residuals of its sum (Tang et al. 2019). The residuals are in
+units of the unscaled gradient, so that the loss scale may change between steps.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class BlockFormat:
     largest: float
 
     def packed_bytes(self, length: int) -> int:
-        """Returns the packed size of `length` elements in bytes; `length` is a multiple of `BLOCK`."""
+        """Returns the size in bytes of `length` quantized elements; `length` is a multiple of `BLOCK`."""
         return length + length // BLOCK * SCALE_BYTES
 
     def encode(self, values: Tensor, packed: Tensor) -> None:
-        """Quantizes whole blocks of fp32 `values` into bytes.
+        """Quantizes whole blocks of fp32 `values` and writes the bytes to `packed`.
 
         A block with a non-finite number decodes to NaN, so that every rank skips the step.
         """
@@ -88,9 +88,10 @@ FORMATS = {
 
 
 class Residuals(Memory):
-    """Rounding errors of each message: of this rank's gradients, then of the sums that it owns.
+    """The residuals of quantization (error feedback) of this rank's gradients and chunk of the sums.
 
-    A step reads `kept` and writes `fresh`; `commit` replaces `kept` unless the step is discarded.
+    A step adds the residuals `kept` to its gradients and writes new ones to `fresh`. `commit` then
+    copies `fresh` to `kept`, unless the step is skipped.
     """
 
     kind = "residuals"
@@ -101,7 +102,7 @@ class Residuals(Memory):
         self._saved: Tensor | None = None
 
     def pair(self, buffer: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Returns `kept` and `fresh` for the message in `buffer`, with `length` elements each.
+        """Returns the residuals `kept` and `fresh` of the message in `buffer`, of `length` each.
 
         Messages have a fixed order, so a checkpoint needs no names for them.
         """
@@ -111,7 +112,7 @@ class Residuals(Memory):
             if self._saved is not None:
                 if len(self._saved) < length:
                     raise CheckpointError(
-                        "the checkpoint's residuals belong to messages of different sizes",
+                        "the saved 8-bit residuals belong to messages of different sizes",
                         "resume with the settings of [comm] in the checkpoint",
                     )
                 kept.copy_(self._saved[:length])
@@ -120,7 +121,7 @@ class Residuals(Memory):
         return self._pairs[key]
 
     def commit(self, discard: Tensor) -> None:
-        """Keeps the errors of the step unless `discard`, a flag on the device, is set."""
+        """Keeps the residuals of this step for the next, unless the device tensor `discard` is set."""
         for kept, fresh in self._pairs.values():
             torch.where(discard > 0, kept, fresh, out=kept)
 
@@ -132,11 +133,11 @@ class Residuals(Memory):
         return {"kept": torch.cat(kept) if kept else torch.zeros(0)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Loads the state of the same rank with messages of the same sizes."""
+        """Loads residuals that the same rank has saved, for messages of the same sizes."""
         kept = saved.get("kept")
         if not isinstance(kept, Tensor) or kept.dim() != 1:
             raise CheckpointError(
-                "the checkpoint's residuals are not a list of numbers", "use another checkpoint"
+                "the saved 8-bit residuals are not a list of numbers", "use another checkpoint"
             )
         self._saved, self._pairs = kept.float(), {}
 
@@ -149,8 +150,7 @@ class Residuals(Memory):
 class QuantizedAllReduce:
     """Sums buffers over ranks in 8-bit formats.
 
-    Every rank calls `run` with the same buffers in the same order. Without settings there is no error
-    feedback.
+    Every rank calls `run` with the same buffers in the same order. Error feedback needs `settings`.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class QuantizedAllReduce:
     def _exchange(
         self, collective: Callable[[Tensor, Tensor, Any], object], into: Tensor, out: Tensor
     ) -> None:
-        """Runs a collective; with Gloo, data of a GPU are copied through host memory."""
+        """Runs a collective; with Gloo, tensors of a GPU are copied through host memory."""
         world = self._groups.world
         if not (out.is_cuda and self._groups.backend == "gloo"):
             collective(into, out, world)

@@ -1,4 +1,4 @@
-"""Declares the 8-bit wire formats, their cost and their settings. Without torch."""
+"""Declares the 8-bit wire formats, their cost and their settings. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE_BYTES = 4
 
 
 def all_to_all_s(c: Cluster, m: Seconds) -> Seconds:
-    """Returns the cost of two exchanges in which every rank sends a chunk to each other rank.
+    """Returns the time of two all-to-alls, in which every rank sends a chunk to each other rank.
 
     Args:
         c: The cluster. The ranks of a node share its links.
@@ -50,7 +50,7 @@ class EightBitSettings:
     TABLE: ClassVar[str] = "eight_bit"
 
     error_feedback: bool = True
-    """Add the rounding errors to the gradients of the next step."""
+    """Add the residuals of quantization to the gradients of the next step."""
 
     EXCLUSIONS: ClassVar[tuple[Exclusion, ...]] = (
         Exclusion(

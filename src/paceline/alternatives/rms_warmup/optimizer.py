@@ -22,7 +22,7 @@ SQUARES = "square_avg"
 
 
 class RmsHyper(NamedTuple):
-    """Hyper-parameters of one group."""
+    """Hyper-parameters of one parameter group."""
 
     lr: float
     momentum: float
@@ -34,7 +34,7 @@ class RmsHyper(NamedTuple):
 
 
 class RmsWarmupRule(UpdateRule):
-    """Rule of `RMSpropWarmup`, which states the equations."""
+    """The update rule of `RMSpropWarmup`, whose docstring has the equations."""
 
     Hyper: ClassVar[Any] = RmsHyper
     buffers = (MOMENTUM, SQUARES)
@@ -62,7 +62,8 @@ class RMSpropWarmup(MasterOptimizer):
 
     s ← β₂s + (1−β₂)g²; v ← m·v + (a + (1−a)·η / (lr·(√s + eps)))·g; w ← w − lr·v
 
-    g contains the weight decay. `MasterOptimizer` describes the switches on the device.
+    g is the gradient plus the weight decay. `MasterOptimizer` describes `found_inf` and other tensors
+    that control a step.
 
     Args:
         params: Parameters or groups, as from `paceline.parameter_groups`.
@@ -95,7 +96,7 @@ class RMSpropWarmup(MasterOptimizer):
         super().__init__(params, defaults, RmsWarmupRule)
 
     def describe(self) -> str:
-        """Returns the method and the implementation."""
+        """Returns the names of the method and its implementation, for display."""
         return "SGD with RMSprop warm-up, foreach"
 
 

@@ -16,7 +16,9 @@ SGD_SHARE = "sgd_share"
 
 
 def sgd_share(epoch: float, center: float, width: float) -> float:
-    """Returns the weight of SGD: ½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, at most 1.
+    """Returns the weight of SGD in the update, which grows from almost 0 to 1.
+
+    It is ½·exp(2(e − c)/w) before epoch c, then ½ + (e − c)/w, at most 1.
 
     Args:
         epoch: Current epoch e.
@@ -45,7 +47,7 @@ class RmspropWarmupSettings(OptimizerSettings):
     center_epochs: float = 10.0
     """Epoch at which SGD and RMSprop have equal weights."""
     width_epochs: float = 5.0
-    """Width of the transition in epochs. It ends half of the width after `center_epochs`."""
+    """Epochs of the transition to SGD, half of them after `center_epochs`."""
 
     def __post_init__(self) -> None:
         check = SettingChecks("optim.rmsprop_warmup", self)

@@ -1,9 +1,10 @@
 """SVRG (Johnson & Zhang 2013) and HALP (De Sa et al. 2018).
 
-SVRG corrects each gradient by two gradients at an anchor w̃: of the same samples, and of all samples.
-HALP also keeps the offset z = w − w̃ in b-bit integers. At every centering, the step of their grid shrinks
-with the full gradient. The training computes three gradients: of a batch at w, of the same batch at w̃
-(`at_anchor`), and of all samples at w̃ (`center`).
+SVRG reduces the variance of each gradient by two gradients at an anchor w̃, an earlier value of the
+weights: of the same samples, and of all samples. HALP also stores the offset z = w − w̃ in b-bit
+integers. Their step size shrinks with the full gradient whenever the anchor moves (`center`). The
+training computes three gradients: of a batch at w, of the same batch at w̃ (`at_anchor`), and of all
+samples at w̃ (`center`).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ ANCHOR, FULL, OFFSET, STEP_SIZE = "anchor", "full_gradient", "offset", "step_siz
 
 
 def quantize(values: Tensor, step: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Rounds values / step at random to integers n with E[n·step] = value.
+    """Rounds values / step stochastically to integers n with the expected value E[n·step] = value.
 
     Args:
         values: Tensor to round.
-        step: Step of the grid; 0 gives 0.
+        step: The value of the integer 1; if it is 0, all integers are 0.
         bits: 8 or 16; integers saturate at [−2^(b−1), 2^(b−1) − 1].
         generator: Random generator that decides between rounding down and up.
 
@@ -47,7 +48,7 @@ def quantize(values: Tensor, step: Tensor, bits: int, generator: torch.Generator
 
 
 class SvrgHyper(NamedTuple):
-    """Hyper-parameters of one group."""
+    """Hyper-parameters of one parameter group."""
 
     lr: float
     weight_decay: float
@@ -55,7 +56,7 @@ class SvrgHyper(NamedTuple):
 
 
 class SvrgRule(UpdateRule):
-    """Rule of SVRG and, if `bits` is given, of HALP; `SVRG` states the equations."""
+    """The update rule of SVRG and, if `bits` is given, of HALP; `SVRG` has the equations."""
 
     Hyper: ClassVar[Any] = SvrgHyper
     numbers = (ANCHOR, FULL, OFFSET, STEP_SIZE)
@@ -118,12 +119,11 @@ class SvrgRule(UpdateRule):
 class SVRG(MasterOptimizer):
     """Stochastic variance-reduced gradient; HALP if `bits` is given.
 
-    SVRG: w ← w − lr·d, where d = ∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃).
-    HALP: z ← Q(z − lr·d); w = w̃ + z, where z consists of b-bit integers of step
-    ‖∇f(w̃)‖ / (μ·(2^(b−1) − 1)), with the norm over all tensors.
+    SVRG: w ← w − lr·d, where d = ∇fᵢ(w) − ∇fᵢ(w̃) + ∇f(w̃). HALP: z ← Q(z − lr·d); w = w̃ + z, where z
+    consists of b-bit integers times ‖∇f(w̃)‖ / (μ·(2^(b−1) − 1)), with the norm over all tensors.
 
-    `step` expects ∇fᵢ(w) − ∇fᵢ(w̃) in the gradients. Weight decay is part of f. Random numbers depend on
-    `seed` and the group's `draw`, which `step` increments. Parameters are their own masters.
+    `step` expects ∇fᵢ(w) − ∇fᵢ(w̃) in the gradients. Weight decay is part of f. Random numbers depend
+    on `seed` and the group's `draw`, which `step` increments. There are no separate master weights.
 
     Args:
         params: Parameters or groups in fp32 or fp64.
@@ -162,17 +162,17 @@ class SVRG(MasterOptimizer):
 
     @property
     def bits(self) -> int | None:
-        """Bits of the offset; None for SVRG."""
+        """Number of bits of the offset from the anchor; None for SVRG."""
         assert isinstance(self.rule, SvrgRule)
         return self.rule.bits
 
     def describe(self) -> str:
-        """Returns the method and the implementation."""
+        """Returns the names of the method and its implementation, for display."""
         return f"HALP in {self.bits} bits, foreach" if self.bits else "SVRG, foreach"
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Sets the anchors to the current weights, and full gradients and offsets to 0."""
+        """Sets the anchor to the current weights, and full gradient and offset to 0."""
         self._ready()
         for p in self.parameters():
             state = self.state[p]
@@ -183,7 +183,7 @@ class SVRG(MasterOptimizer):
 
     @torch.no_grad()
     def center(self) -> None:
-        """Sets w̃ ← w and z ← 0, and stores the gradients as the full gradient.
+        """Moves the anchor to the weights (w̃ ← w, z ← 0); stores the gradients as the full gradient.
 
         Divides the stored gradients by `grad_scale`. If the full gradient is not finite, every `step` is
         skipped until the next centering.
@@ -205,7 +205,7 @@ class SVRG(MasterOptimizer):
             self._set_steps(self.bits)
 
     def _set_steps(self, bits: int) -> None:
-        """Sets a grid step for all tensors: ‖w* − w̃‖ ≤ ‖∇f(w̃)‖ / μ bounds the joint offset.
+        """Sets the step size of the integers, one for all tensors, from ‖w* − w̃‖ ≤ ‖∇f(w̃)‖ / μ.
 
         With a step size per tensor, a tensor whose gradient is 0 at the anchor could not move.
         """
@@ -222,7 +222,7 @@ class SVRG(MasterOptimizer):
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
-        """Replaces the values of the parameters by w̃ inside the context."""
+        """Returns a context in which the parameters have the values of the anchor w̃."""
         self._ready()
         parameters = self.parameters()
         with torch.no_grad():

@@ -19,7 +19,7 @@ _RANDOM = "{optim.name} needs the same gradient of a sample in every pass"
 
 
 def _fixed(name: str, allowed: object) -> Exclusion:
-    """Excludes all values of a setting except `allowed`, because they would make gradients random."""
+    """Refuses all values of a setting except `allowed`, because they would make gradients random."""
     shown = str(allowed).lower() if isinstance(allowed, bool) else allowed
     return Exclusion(name, not_in(allowed), {}, _RANDOM, f"use {name}={shown}")
 
@@ -84,9 +84,9 @@ class SvrgSettings(OptimizerSettings):
     center_epochs: float = 1.0
     """Epochs from one full gradient to the next."""
     bits: int = 8
-    """Bits of the integers that hold the offset of `halp`: 8 or 16."""
+    """Bits of the integers of `halp`: 8 or 16."""
     mu: float = 0.1
-    """Assumed strong convexity μ of `halp`. Its offset is at most ‖full gradient‖ / μ."""
+    """Assumed strong convexity μ of `halp`."""
 
     def __post_init__(self) -> None:
         if self.bits not in (8, 16):
@@ -96,7 +96,10 @@ class SvrgSettings(OptimizerSettings):
             check.number(name, "above 0")
 
     def values(self, time: float, course: Course) -> Mapping[str, float]:
-        """Returns the step number, which seeds random numbers; `time` equals it with a constant batch."""
+        """Returns the step number, which seeds random numbers.
+
+        `time` equals the step number, because the batch is constant.
+        """
         return {DRAW: time}
 
     def interval(self, steps_per_epoch: float) -> int:
@@ -104,12 +107,12 @@ class SvrgSettings(OptimizerSettings):
         return max(1, round(self.center_epochs * steps_per_epoch))
 
     def passes(self, steps_per_epoch: float) -> float:
-        """Returns the passes per sample: at the weights, at the anchor, and for the full gradients."""
+        """Returns how many gradients a step computes per sample, including full gradients."""
         return 2 + steps_per_epoch / self.interval(steps_per_epoch)
 
 
 @dataclass(frozen=True)
 class HalpSettings(SvrgSettings):
-    """SVRG with a low-precision offset."""
+    """Settings of `halp`, which is SVRG with a low-precision offset."""
 
     UNREAD: ClassVar[tuple[str, ...]] = ()

@@ -22,12 +22,15 @@ from paceline.train.strategy import MicroBatch
 
 @dataclass(frozen=True)
 class SvrgSource(GradientSource):
-    """Computes full gradients, and per micro-batch the gradient at the weights minus at the anchor.
+    """Computes the gradients of SVRG: of all samples at times, and of each micro-batch in two passes.
+
+    The gradient of a micro-batch is the gradient at the weights minus the gradient at the anchor, an
+    earlier value of the weights.
 
     Attributes:
         interval: Number of steps from one full gradient to the next.
-        plan: Division into micro-batches for a pass over all samples.
-        loader: Creates the loader for a pass over all samples.
+        plan: Divides all samples into micro-batches for a full gradient.
+        loader: Creates the loader for a full gradient.
     """
 
     interval: int
@@ -86,7 +89,10 @@ class SvrgSource(GradientSource):
         return Begun(fault, sums["abandon"] > 0)
 
     def _add_all_samples(self, step: TrainStep, number: int) -> bool:
-        """Adds this rank's part of the gradient of all samples; returns False if asked to stop."""
+        """Adds this rank's part of the gradient of all samples.
+
+        Returns False if a rank was asked to stop.
+        """
         with self.loader() as batches:
             for place, batch in enumerate(batches):
                 if step.given_up or step.asked_to_stop():

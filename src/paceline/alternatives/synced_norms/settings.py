@@ -1,4 +1,4 @@
-"""Settings of synchronized batch norm: the table `[run.synced_norms]`."""
+"""Settings of the strategy `synced_norms`: the table `[run.synced_norms]`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.core.settings import SettingChecks
 
 @dataclass(frozen=True)
 class SyncedNormsSettings:
-    """Batch-norm statistics over the micro-batches of several ranks."""
+    """Batch norm with statistics over the micro-batches of several ranks."""
 
     ranks: int = 2
-    """Number of consecutive ranks that share statistics."""
+    """Number of consecutive ranks with common statistics."""
 
     def __post_init__(self) -> None:
         SettingChecks("run.synced_norms", self).number("ranks", "at least 2")

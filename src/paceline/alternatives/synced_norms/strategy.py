@@ -21,7 +21,7 @@ def _settings(config: RunConfig) -> SyncedNormsSettings:
 
 
 class SyncedNorms(Synchronous):
-    """Synchronous training in which the ranks of a group exchange statistics in each pass."""
+    """Synchronous training in which a group of ranks computes batch-norm statistics together."""
 
     name = "synced_norms"
     eager = True
@@ -61,9 +61,9 @@ class SyncedNorms(Synchronous):
         return {"synced norms": text}
 
     def begin(self, step: int, plan: BatchPlan) -> None:
-        """Switches the exchange off in steps with different numbers of micro-batches per rank.
+        """Computes statistics per rank in steps in which ranks have different numbers of micro-batches.
 
-        In such a short last step some ranks would wait forever.
+        The last step can be such a step. With common statistics, some ranks would wait there forever.
         """
         first, last = plan.step_range(step)
         full = last - first == plan.batch_at(step)

@@ -1,1 +1,1 @@
-"""The strategy `unequal`: parts of the global batch in proportion to the speed of ranks."""
+"""The training strategy `unequal`: divides the global batch in proportion to the speed of ranks."""

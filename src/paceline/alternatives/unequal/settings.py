@@ -1,4 +1,4 @@
-"""Settings of unequal workers: the table `[run.unequal]`."""
+"""Settings of the strategy `unequal`: the table `[run.unequal]`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ PROBED = "probe"
 
 @dataclass(frozen=True)
 class UnequalSettings:
-    """Parts of the global batch in proportion to the speed of ranks."""
+    """Divides the global batch in proportion to the speed of ranks."""
 
     shares: str = PROBED
-    """Relative speeds: `probe` (measured before the first step), or a number per rank as in `3:3:1`."""
+    """Relative speeds of the ranks: `probe` (measured before the first step), or a number per rank as in
+    `3:3:1`.
+    """
     rebalance: bool = False
-    """Divide the batch again at every checkpoint, by the times of the steps."""
+    """Divide the batch again at every checkpoint, by the measured step times."""
 
     def __post_init__(self) -> None:
         if self.shares == PROBED:

@@ -1,4 +1,4 @@
-"""Implements the strategy `unequal`: parts of the global batch in proportion to the speed of ranks.
+"""Implements the strategy `unequal`: divides the global batch in proportion to the speed of ranks.
 
 A synchronous step takes as long as the slowest rank needs. If ranks differ (a slow node, two kinds of
 GPU), `Unequal` divides every global batch in proportion to the ranks' speeds. The speeds are given,
@@ -33,9 +33,10 @@ _WORTHWHILE = 0.05
 
 
 class Unequal(Synchronous):
-    """Synchronous training with an unequal division of the batch.
+    """Synchronous training in which faster ranks get more samples of the batch.
 
-    A resumed run with the same ranks and settings keeps the division, to be bit-identical.
+    A resumed run with the same ranks and settings keeps the division of the checkpoint, to be
+    bit-identical.
     """
 
     name = "unequal"
@@ -91,7 +92,7 @@ class Unequal(Synchronous):
         return outcome.fields
 
     def replan(self, plan: BatchPlan) -> BatchPlan:
-        """Returns the plan with a new division, or `plan` if the division would hardly change."""
+        """Returns a plan that divides batches by measured speeds, or `plan` if little would change."""
         if not self._settings.rebalance or len(self._busy_s) < _SAMPLES:
             return plan
         busy, self._busy_s = self._busy_s, []
@@ -114,7 +115,7 @@ def apportion(
         total: Number to divide, a multiple of `unit`.
         speeds: Speed of each rank, in any unit.
         unit: All parts are multiples of this number.
-        least: Minimum part of a rank, in units.
+        least: Minimum part of a rank, in multiples of `unit`.
 
     Returns:
         The part of each rank. If remainders are equal, the first of these ranks is rounded up.
@@ -135,12 +136,12 @@ def apportion(
 
 
 def _divide(plan: BatchPlan, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Returns each rank's number of samples in a global batch; a rank's micro-batches are equal."""
+    """Returns each rank's number of samples in a global batch, a multiple of its micro-batches."""
     return apportion(plan.global_batch, speeds, plan.accumulation, _LEAST)
 
 
 def _measure_speeds(group: Group, compute: Callable[[], None], samples: int) -> list[float]:
-    """Measures the samples per second of every rank. A collective.
+    """Measures the samples per second of every rank. All ranks call this.
 
     All ranks compute at the same time, as in training, because ranks of a node share its cores.
     """
@@ -156,7 +157,7 @@ def _measure_speeds(group: Group, compute: Callable[[], None], samples: int) -> 
 
 
 def _gather_numbers(group: Group, own: float) -> list[float]:
-    """Returns the list of the values that the ranks pass as `own`. A collective."""
+    """Returns the numbers that all ranks pass as `own`. All ranks call this."""
     row = torch.zeros(group.world_size, dtype=torch.float64, device=group.device)
     row[group.rank] = own
     group.all_reduce_sum(row)
@@ -164,7 +165,7 @@ def _gather_numbers(group: Group, own: float) -> list[float]:
 
 
 def _shown(shares: Sequence[int]) -> str:
-    """Returns text such as `40:40:40:8 samples`; for many ranks, only the range of the parts."""
+    """Returns a text such as `40:40:40:8 samples`, or for many ranks the smallest and largest number."""
     if len(shares) > 8:
         return f"{min(shares)} to {max(shares)} samples a rank"
     return ":".join(str(share) for share in shares) + " samples"
