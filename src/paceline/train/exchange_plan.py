@@ -259,10 +259,10 @@ def describe_exchange(exchange: GradientExchange, parts: ExchangeParts, fast: Fa
     """Describes the gradient exchange for display.
 
     Returns:
-        "" if a single rank exchanges nothing, else a line such as `7 buckets of 84 KiB to 20.4 MiB,
+        "" if there is no process group, else a line such as `7 buckets of 84 KiB to 20.4 MiB,
         ring (5), hierarchical (2), float16 wire, overlapped`.
     """
-    if parts.file.cluster == ClusterFacts(1, 1):
+    if exchange.group.backend == "none":
         return ""
     sizes = [bucket.bytes for bucket in exchange.bucket_info()]
     span = f"{len(sizes)} buckets of {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
