@@ -88,7 +88,7 @@ def build_step(row: StepRow, group: Group) -> tuple[TrainStep, str]:
         row.batch_size, row.image_size, row.classes, group.device, config.data.channels
     )
     step = create_step(config, parts, loader, plan, group, StopSignals())
-    return step, "; ".join(parts.describe().values())
+    return step, "; ".join(filter(None, parts.describe().values()))
 
 
 def measure_ours(row: StepRow, ready: Callable[[], None]) -> tuple[Times, str]:
