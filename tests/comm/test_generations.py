@@ -91,11 +91,13 @@ def test_survivors_meet_again(size: int, deaths: dict[int, str], how: str, tmp_p
         assert found == results[0]
 
 
-def _stopped(rank: int) -> list[int]:
+def _stopped(rank: int, how: str) -> list[int]:
     with joined(8.0) as group:
         group.all_reduce_sum(torch.ones(1))
-        if rank == 1:
+        if rank == 1 and how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1:
+            time.sleep(200)  # its watchdog still answers
         with pytest.raises(LostMemberError):
             group.all_reduce_sum(torch.ones(1))
         group.regroup()
@@ -104,8 +106,9 @@ def _stopped(rank: int) -> list[int]:
         return [group.rank, int(ones)]
 
 
-def test_a_rank_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    assert run_members(3, _stopped, tmp_path) == {0: [0, 2], 2: [1, 2]}
+@pytest.mark.parametrize("how", ["stopped", "hung"])
+def test_a_rank_that_does_not_arrive_is_given_up(how: str, tmp_path: Path) -> None:
+    assert run_members(3, _stopped, tmp_path, how) == {0: [0, 2], 2: [1, 2]}
 
 
 def _without_first(rank: int) -> str:

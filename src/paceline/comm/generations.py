@@ -184,9 +184,10 @@ class Generations:
         self._log.finish()
 
     def evict(self, rank: int, why: str) -> None:
-        """Asks the supervisor of a silent rank of this generation to end it and to report the loss."""
+        """Asks the supervisor of a late rank of this generation to end it and to report the loss."""
+        member = self.current.members[rank]
         # Another thread may be waiting on the main connection.
-        self._log.own_connection().evict(self.current.members[rank], why)
+        self._log.own_connection().evict(member, f"rank {member} {why}")
 
     def form(self, connect: Callable[[Generation], None]) -> None:
         """Connects all remaining ranks as the next generation.
@@ -259,8 +260,9 @@ class Generations:
             if clock.now_s() > self._timeout_s and not evicted:
                 evicted = True
                 for rank in attendance.missing():
+                    member = generation.members[rank]
                     why = f"did not meet the remaining ranks within {self._timeout_s:g} s"
-                    self._log.evict(generation.members[rank], why)
+                    self._log.evict(member, f"rank {member} {why}")
         return peek(store, "ready") == _GO
 
     def _listen(self) -> None:

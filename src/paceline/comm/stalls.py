@@ -29,19 +29,7 @@ def stall_error(
         timeout_s: The time limit that was exceeded.
         hosts: The hosts of all ranks.
     """
-    known = {rank: s for rank, s in progress.items() if rank not in silent}
-    waiting = {rank: s for rank, s in known.items() if s.waits}
-    inside = [s for s in waiting.values() if s.in_exchange]
-    if inside:
-        # The earliest bucket in which a rank waits: ranks in later buckets indirectly wait for it, too.
-        first = min(inside, key=lambda s: (s.step, s.ended))
-        what = f"step {first.step + 1}: the exchange of {_bucket(first.ended, buckets)}"
-        place = (first.step, first.ended + 1)
-        absent = [rank for rank, s in known.items() if (s.step, s.begun) < place]
-    else:
-        calls = min(s.calls for s in waiting.values())
-        what = next(s.call for s in waiting.values() if s.calls == calls)
-        absent = [rank for rank, s in known.items() if s.calls < calls]
+    what, absent = _stalled(progress, silent, buckets)
     named = _culprits(progress, absent, silent, hosts)
     more = len(named) - _NAMED_RANKS
     if more > 0:
@@ -56,6 +44,34 @@ def stall_error(
         f"look into {place_to_look}; comm.timeout_s = {timeout_s:g} sets the wait; resume with "
         "--resume auto",
     )
+
+
+def late_ranks(progress: Mapping[int, RankProgress], silent: Collection[int]) -> set[int]:
+    """Returns the ranks for which others wait: silent ones, or else those that did not arrive.
+
+    Args:
+        progress: The last known progress of all ranks. At least one of them waits.
+        silent: Ranks that have published nothing for a while.
+    """
+    return set(silent) or set(_stalled(progress, silent, ())[1])
+
+
+def _stalled(
+    progress: Mapping[int, RankProgress], silent: Collection[int], buckets: Sequence[BucketInfo]
+) -> tuple[str, list[int]]:
+    """Returns what stalls, and the ranks that publish progress but did not arrive."""
+    known = {rank: s for rank, s in progress.items() if rank not in silent}
+    waiting = [s for s in known.values() if s.waits]
+    inside = [s for s in waiting if s.in_exchange]
+    if inside:
+        # The earliest bucket in which a rank waits: ranks in later buckets indirectly wait for it, too.
+        first = min(inside, key=lambda s: (s.step, s.ended))
+        what = f"step {first.step + 1}: the exchange of {_bucket(first.ended, buckets)}"
+        place = (first.step, first.ended + 1)
+        return what, [rank for rank, s in known.items() if (s.step, s.begun) < place]
+    calls = min(s.calls for s in waiting)
+    what = next(s.call for s in waiting if s.calls == calls)
+    return what, [rank for rank, s in known.items() if s.calls < calls]
 
 
 def unreachable_error(

@@ -38,7 +38,7 @@ from paceline.comm.heartbeats import HeartbeatChannel
 from paceline.comm.job import RankHosts, rank_hosts_store
 from paceline.comm.peer_errors import AgreedError, PeerError, ShowError
 from paceline.comm.progress import BucketInfo, ProgressBoard, RankProgress
-from paceline.comm.stalls import stall_error, unreachable_error
+from paceline.comm.stalls import late_ranks, stall_error, unreachable_error
 from paceline.core.errors import CommError, PacelineError
 from paceline.core.host import in_thread
 from paceline.core.topology import Topology
@@ -86,7 +86,7 @@ class Watchdog:
         hosts: The hosts of all ranks, for messages.
         before_exit: Function that frees resources that outlive the process. It runs before the process
             ends, which waits only a few seconds for it.
-        evict: Gives up a silent rank, for the given reason, so that the others can continue. If None, all
+        evict: Gives up a late rank, for the given reason, so that the others can continue. If None, all
             ranks end.
     """
 
@@ -236,14 +236,19 @@ class Watchdog:
         due = waited_s > self._limit_s or self._stops_for_a_silent_rank()
         if due and not self._proposed_s and self._has_observed():
             self._proposed_s = self._now_s
-            silent = self._silent()
-            if self._evict is None or not silent:
+            if self._evict is None or not self._evict_late(progress, waited_s, self._evict):
                 self._channel.propose(self._stall(progress, waited_s))
-            else:
-                why = f"has not answered while the other ranks waited for {waited_s:.0f} s"
-                for rank in silent:
-                    in_thread(partial(self._evict, rank, why))
         return None
+
+    def _evict_late(
+        self, progress: RankProgress, waited_s: float, evict: Callable[[int, str], None]
+    ) -> bool:
+        """Gives up the ranks for which this rank waits; returns False if there are none."""
+        late = late_ranks(self._known(progress), self._silent()) - {self._topology.rank}
+        for rank in late:
+            why = f"kept the other ranks waiting for {waited_s:.0f} s"
+            in_thread(partial(evict, rank, why))
+        return bool(late)
 
     def _is_asked_to_stop(self, waited_s: float) -> bool:
         """Returns True if this rank waits for other ranks after a stop signal.
@@ -282,10 +287,13 @@ class Watchdog:
                 self._last_beat[rank] = (number, self._now_s)
 
     def _stall(self, progress: RankProgress, waited_s: float) -> CommError:
-        known = {rank: theirs for rank, (_, theirs) in self._channel.heartbeats.items()}
-        known[self._topology.rank] = progress
-        silent = self._silent()
+        known, silent = self._known(progress), self._silent()
         return stall_error(known, silent, self.buckets, waited_s, self._timeout_s, self._hosts)
+
+    def _known(self, progress: RankProgress) -> dict[int, RankProgress]:
+        """Returns the last known progress of all ranks."""
+        known = {rank: theirs for rank, (_, theirs) in self._channel.heartbeats.items()}
+        return known | {self._topology.rank: progress}
 
     def _silent(self) -> set[int]:
         """Returns the ranks that have missed about three heartbeats and have not left the job.
