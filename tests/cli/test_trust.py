@@ -87,6 +87,9 @@ READS_CONFIG = {
     "config/run_config.py read_recipe",
     "core/settings.py parse_toml",  # the text of one setting
     "plan/plan_file.py parse_toml", "planner/accelerators.py parse_toml",
+    # Numbers and names of a plan, of which none names code.
+    "plan/plan_file.py cls.from_tables", "comm/probe_cache.py PlanFile.from_tables",
+    "comm/probe_cache.py parse_toml",
     "report/run_files.py parse_toml", "train/run_folder.py parse_toml",  # shown, compared
     "train/evaluate.py stored_config", "train/export.py stored_config",
     "train/inference.py stored_config", "trainer.py load_config",
