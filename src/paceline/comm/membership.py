@@ -99,8 +99,10 @@ class Membership:
     def connect(self, device: torch.device) -> None:
         """Creates the default process group of torch.distributed."""
         with self.recorded():
+            # The end of an own connection to the store ends the wait for a rank that is lost meanwhile.
+            store = self._store if self.generations is None else self._store.clone()  # type: ignore[attr-defined]
             init_default_group(
-                self._backend, self._store, self.topology, self._wait_s, device, self.connect_s
+                self._backend, store, self.topology, self._wait_s, device, self.connect_s
             )
         if self.generations is not None:
             self.generations.begin()
