@@ -14,6 +14,7 @@ While no member is lost, this makes no request to the store.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -32,7 +33,7 @@ from paceline.comm.losses import LossLog
 from paceline.comm.peer_errors import PeerError
 from paceline.core.errors import ConfigError
 from paceline.core.topology import Topology
-from paceline.core.untrusted import ParseError
+from paceline.core.untrusted import ParseError, parse_json
 
 # The supervisor that started this rank sets this variable. It reports lost ranks and keeps the others.
 SUPERVISOR_VARIABLE = "PACELINE_SUPERVISOR"
@@ -41,7 +42,7 @@ CONNECT_S = 60.0
 # How long a rank whose collective failed waits until a supervisor has reported the lost rank.
 _REPORT_S = 10.0
 _SLICE_S = 30.0
-_NODE = "paceline/elastic/node"
+_NODE, _NODES = "paceline/elastic/node", "paceline/elastic/nodes"
 _SOCKETS = Path("/proc/self/fd")
 _GO, _STALE = "go", "stale"
 
@@ -171,7 +172,12 @@ class Generations:
 
     def begin(self) -> None:
         """Records that all ranks have met. Before that, the supervisors end all ranks if one is lost."""
-        self._log.begin()
+        # Otherwise each rank would read the keys of all ranks.
+        if self._first.rank == 0 and not self._log.has_begun():
+            keys = [f"{_NODE}/{rank}" for rank in range(self._first.world_size)]
+            nodes = [int(text) for text in self._store.multi_get(keys)]
+            self._store.set(_NODES, json.dumps(nodes))
+            self._log.begin()
 
     def finish(self) -> None:
         """Records that all remaining ranks have completed the run."""
@@ -228,10 +234,11 @@ class Generations:
                 f"the other ranks continue without rank {first.rank}: {lost[first.rank]}",
                 "look into the log of the job's rank 0",
             )
-        keys = [f"{_NODE}/{rank}" for rank in members]
-        nodes = [int(text) for text in self._store.multi_get(keys)]
+        nodes = parse_json(self._store.get(_NODES))
+        if not isinstance(nodes, list) or len(nodes) != first.world_size:
+            raise ParseError("is no list of nodes")
         rank = members.index(first.rank)
-        here = [place for place, node in enumerate(nodes) if node == first.node_rank]
+        here = [place for place, own in enumerate(members) if nodes[own] == first.node_rank]
         topology = replace(
             first, rank=rank, world_size=len(members), local_rank=here.index(rank),
             local_world_size=len(here),
