@@ -45,9 +45,7 @@ VALUES: dict[str, Any] = {
 STEPS = 14
 # How often a point is chosen. A later loss hits a recovery with the second row.
 _ORDINARY = {"computing": 3, "reducing": 3, "reduced": 3, "finishing": 1}
-_RECOVERY = {
-    "noticed": 1, "agreed": 1, "regrouping": 2, "regrouped": 2, "serving": 1, "catching up": 1,
-}  # fmt: skip
+_RECOVERY = {"noticed": 1, "agreed": 1, "regrouping": 1, "regrouped": 1}
 _LIMIT_S = 240.0
 
 
@@ -69,6 +67,13 @@ def draw_losses(draw: random.Random, ranks: int, least: int = 1) -> list[Loss]:
     """Returns losses that leave at least `least` of the ranks."""
     left, found = list(range(1, ranks)), list[Loss]()
     while len(left) > least - 1:
+        last = found[-1] if found else None
+        if last is not None and last.behind >= 0 and draw.random() < 0.6:
+            # Either side of the transfer from a member that is ahead to one that is behind.
+            member, point = (last.behind, "catching up") if last.behind else (left[0], "serving")
+            left.remove(member)
+            found.append(Loss(member, point, 1))
+            continue
         size = min(len(left) - least + 1, 2 if draw.random() < 0.2 else 1)
         at = draw.randrange(len(left) - size + 1)
         host, left = left[at : at + size], left[:at] + left[at + size :]
@@ -79,7 +84,7 @@ def draw_losses(draw: random.Random, ranks: int, least: int = 1) -> list[Loss]:
         else:
             point = draw.choices(list(_ORDINARY), list(_ORDINARY.values()))[0]
             count = 1 if point == "finishing" else draw.randint(1, STEPS)
-            if point == "reduced" and draw.random() < 0.7:
+            if point == "reduced" and left and draw.random() < 0.7:
                 behind = draw.choice([0, *left])
         found.append(Loss(host[0], point, count, tuple(host[1:]), behind))
     return found
