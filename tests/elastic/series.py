@@ -40,7 +40,7 @@ from train.runs import EVERY_STEP
 # 56 images in batches of 16, four epochs: 14 steps of 8 micro-batches.
 VALUES: dict[str, Any] = {
     "run__batch_size": 2, "comm__min_ranks": 1, "checkpoint__interval_epochs": 0,
-    "checkpoint__keep_best": False, "run__epochs": 4,
+    "checkpoint__keep_best": False, "run__epochs": 4, "comm__algorithm": "native",
 }  # fmt: skip
 STEPS = 14
 # How often a point is chosen. A later loss hits a recovery with the second row.
