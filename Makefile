@@ -14,7 +14,7 @@
 #: make ddp-conformance  PyTorch's tests of DistributedDataParallel, with pl.DataParallel in its place
 #: make mutants    deliberate bugs in the code, each of which some test must find
 #: make chaos      trainings that are killed and disturbed at random moments (ARGS="--trials 200 --seed 7
-#:                 --ranks 1 2 4"), and resumed
+#:                 --ranks 1 2 4"), and resumed; jobs that lose ranks and go on (LOSSES="--losses 200")
 #: make planner-fit  fit the planner's constants to measured systems (CSV=systems.csv ARGS=--write)
 #: make docs       rewrite the references of settings and commands from the code, and build the site in
 #:                 docs/_build/html
@@ -27,6 +27,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 ARGS ?=
+LOSSES ?=
 # Container images often set it. The tests start hundreds of interpreters, each of which would compile
 # Paceline anew, and three processes that collect the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -139,8 +140,10 @@ mutants: $(VENV)/.installed-test
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
 
 # Random kills, signals, full disks and the like; --seed and --trial repeat one (docs/checkpoints.md).
+# Then ranks that are lost at the points of the model in tests/elastic; --seed and --job repeat a job.
 chaos: $(VENV)/.installed-test
 	PYTHONPATH=src:tests $(BIN)/python -m chaos $(ARGS)
+	PYTHONPATH=src:tests $(BIN)/python -m elastic $(LOSSES)
 
 # Rebuilds the embedded images from Debian's package dataset-fashion-mnist.
 data: $(VENV)/.installed

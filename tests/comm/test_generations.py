@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,3 +136,24 @@ def test_a_launcher_without_a_supervisor_is_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as caught:
         joined()
     assert caught.value.field == "comm.min_ranks"
+
+
+def test_a_wait_that_gloo_never_ends_ends_after_a_loss() -> None:
+    """A message to a lost rank can stay under way until the group's time-out."""
+    reports = iter([False, False, True])
+
+    class Work:
+        def wait(self, limit: object = None) -> None:
+            assert limit is not None, "it would wait for ever"
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return False
+
+    group = Group.__new__(Group)
+    group.backend = "gloo"
+    generations = SimpleNamespace(lost_within=lambda limit_s: next(reports))
+    group._members = SimpleNamespace(generations=generations)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="timed out"):
+        group.await_work(Work())
+    assert next(reports, None) is None

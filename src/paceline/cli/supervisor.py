@@ -108,8 +108,10 @@ class Supervisor:
         self._log = LossLog(self.store)
         self._running: dict[int, RankProcess] = {}
         self._evicted: dict[int, str] = {}
+        self._evictor: threading.Thread | None = None
         self._end = JobEnd()
         self._attempt = 0
+        self._left = False
         # When all ranks get the next signal of these, if they have not ended by then.
         self._ending: list[tuple[float, int]] = []
         self._events = Events()
@@ -145,7 +147,8 @@ class Supervisor:
             self._events.of(stops, saves),
         ):
             if self._keeps:
-                threading.Thread(target=self._evict, name="paceline-evict", daemon=True).start()
+                self._evictor = threading.Thread(target=self._evict, daemon=True)
+                self._evictor.start()
             while True:
                 first = self._node.rank * self._node.processes
                 for rank in range(first, first + self._node.processes):
@@ -234,6 +237,8 @@ class Supervisor:
             log = self._log.own_connection()
             while True:
                 for rank, why in log.evictions():
+                    if self._left:
+                        return
                     process = self._running.get(rank)
                     if process is not None:
                         self._evicted[rank] = why
@@ -272,6 +277,11 @@ class Supervisor:
     def _leave(self) -> None:
         """Waits until no other supervisor needs the TCPStore, which ends with this process."""
         with contextlib.suppress(RuntimeError, ParseError):
+            if self._evictor is not None:
+                # A thread that waits for the store when the interpreter ends would abort the process.
+                self._left = True
+                self._log.evict(self._node.world_size, "")
+                self._evictor.join(_STOP_S)
             self._log.read()
             self._end.survived |= self._keeps and self._log.finished
             others = [f"{_LEFT}/{rank}" for rank in range(1, self._node.count)]
@@ -325,7 +335,9 @@ class Events:
 
     def wait(self, limit_s: float | None) -> list[int]:
         """Waits for signals, up to `limit_s` seconds, and returns their numbers."""
-        select.select([self._read], [], [], None if limit_s is None else max(limit_s, 0.0))
+        poller = select.poll()  # unlike `select`, for any number of open files
+        poller.register(self._read, select.POLLIN)
+        poller.poll(None if limit_s is None else max(limit_s, 0.0) * 1000)
         with contextlib.suppress(BlockingIOError):
             return list(os.read(self._read, 1 << 16))
         return []

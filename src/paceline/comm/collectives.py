@@ -65,6 +65,10 @@ class Collectives(ABC):
 
         self.watched(what, complete)
 
+    def await_work(self, work: Any) -> None:
+        """Waits for a collective that has been started with `async_op`."""
+        work.wait()
+
     def all_reduce_sum(self, tensor: Tensor, *, wait: bool = True) -> None:
         """Replaces `tensor` by its sum over ranks, which is bit-identical on all ranks.
 
@@ -75,10 +79,14 @@ class Collectives(ABC):
         """
         if self.backend == "none":
             return
+
+        def action() -> None:
+            self.await_work(dist.all_reduce(tensor, async_op=True))
+
         if wait:
-            self.completed("all-reduce", lambda: dist.all_reduce(tensor))
+            self.completed("all-reduce", action)
         else:
-            self.watched("all-reduce", lambda: dist.all_reduce(tensor))
+            self.watched("all-reduce", action)
 
     def create_subgroup(self, size: int, timeout_s: float) -> Callable[[Tensor], None]:
         """Returns a function that sums a tensor over this rank's group of `size` consecutive ranks.
@@ -108,7 +116,10 @@ class Collectives(ABC):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copies the `tensor` of rank `source` into the `tensor` of every other rank."""
         if self.backend != "none":
-            self.completed("broadcast", lambda: dist.broadcast(tensor, src=source))
+            self.completed(
+                "broadcast",
+                lambda: self.await_work(dist.broadcast(tensor, src=source, async_op=True)),
+            )
 
     def gather_rows(self, rows: Tensor, lengths: Sequence[int]) -> None:
         """Copies each rank's row of `rows` to all ranks. Each rank has filled only its own row.
@@ -135,7 +146,7 @@ class Collectives(ABC):
             ]
             for work in under_way:
                 assert work is not None
-                work.wait()
+                self.await_work(work)
 
         self.watched("all-gather", send)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ from paceline.core.errors import CommError, DeviceError, PacelineError, RunError
 from paceline.core.extensions import load_part
 from paceline.core.host import no_thread
 from paceline.core.topology import Topology
+
+# How often a wait for a collective looks if a rank is lost.
+_LOOK_AGAIN = timedelta(seconds=0.3)
 
 if TYPE_CHECKING:
     from paceline.comm.agreement import Agreement
@@ -182,6 +186,22 @@ class Group(Collectives):
             self._watchdog.buckets = watchdog.buckets
         if self._own_fault is not None:
             self.post_fault(self._own_fault)
+
+    def await_work(self, work: Any) -> None:
+        """Waits for a collective; after a loss, only for a moment.
+
+        Gloo can wait for a message to a lost rank until the group's time-out, although all connections
+        have ended.
+        """
+        generations = self._members.generations if self._members is not None else None
+        while generations is not None and self.backend == "gloo":
+            try:
+                work.wait(_LOOK_AGAIN)
+                return
+            except RuntimeError:
+                if work.is_completed() or generations.lost_within(0.0):
+                    raise
+        work.wait()
 
     def _loss(self) -> LostMemberError | None:
         """Returns the error for a collective that failed because a rank is lost, or None.
