@@ -18,7 +18,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -113,6 +113,7 @@ class Supervisor:
         # When all ranks get the next signal of these, if they have not ended by then.
         self._ending: list[tuple[float, int]] = []
         self._events = Events()
+        self._left = False
 
     def __enter__(self) -> Self:
         return self
@@ -143,9 +144,8 @@ class Supervisor:
         with (
             tempfile.TemporaryDirectory(prefix="paceline-") as folder,
             self._events.of(stops, saves),
+            self._evicting(),
         ):
-            if self._keeps:
-                threading.Thread(target=self._evict, name="paceline-evict", daemon=True).start()
             while True:
                 first = self._node.rank * self._node.processes
                 for rank in range(first, first + self._node.processes):
@@ -228,11 +228,33 @@ class Supervisor:
             self._start_rank(rank, folder)
         self._respawns -= min(self._respawns, len(lost))
 
+    @contextlib.contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """Ends silent ranks on request of survivors while the context is active.
+
+        The thread must not outlive this: a wait for the TCPStore that returns while the interpreter
+        exits would end the process with `std::terminate`.
+        """
+        if not self._keeps:
+            yield
+            return
+        thread = threading.Thread(target=self._evict, name="paceline-evict", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._left = True
+            # A request for a rank that does not exist wakes the thread. Other supervisors ignore it.
+            with contextlib.suppress(RuntimeError):
+                why = f"node {self._node.rank} has ended"  # equal requests are one
+                self._log.evict(self._node.world_size, why)
+            thread.join(_STOP_S)
+
     def _evict(self) -> None:
         """Ends silent ranks on request of survivors; runs in a thread."""
         with contextlib.suppress(RuntimeError, ParseError):
             log = self._log.own_connection()
-            while True:
+            while not self._left:
                 for rank, why in log.evictions():
                     process = self._running.get(rank)
                     if process is not None:
