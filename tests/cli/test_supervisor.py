@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 
 from paceline.cli.failure import Failure
 from paceline.cli.launch import exit_code_or_cause
@@ -146,7 +146,7 @@ def test_failed_ranks_start_again_with_the_same_store() -> None:
 LOST = """
 import sys; sys.path[:0] = [path for path in {paths} if path]
 from datetime import timedelta
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 from paceline.comm.losses import LossLog
 store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 log, rank = LossLog(store), int(os.environ["RANK"])
@@ -214,6 +214,19 @@ def test_a_rank_that_is_lost_before_all_have_met_ends_the_job() -> None:
         end = supervisor.run()
     assert end.failures == {1: RankEnd(-signal.SIGKILL), 0: RankEnd(-signal.SIGTERM)}
     assert isinstance(exit_code_or_cause(end), Failure)
+
+
+def test_a_lost_store_ends_the_ranks_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the second node when the first one is lost; ranks get SIGTERM and time to save."""
+
+    def lost(log: LossLog) -> bool:
+        raise DistNetworkError("the connection was closed")
+
+    monkeypatch.setattr(LossLog, "has_begun", lost)
+    code = f"os.environ['RANK'] == '1' and os.kill(os.getpid(), 9)\n{WAITS}"
+    with Supervisor(started(code), Node(2), min_ranks=1) as supervisor:
+        end = supervisor.run()
+    assert end.failures == {1: RankEnd(-signal.SIGKILL), 0: RankEnd(-signal.SIGTERM)}
 
 
 def test_nodes_share_the_store_of_the_first_one() -> None:

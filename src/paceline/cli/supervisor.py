@@ -193,13 +193,20 @@ class Supervisor:
                 elif number != signal.SIGCHLD:
                     self._stop(signal.Signals(number))
             ended = self._reap(folder)
-            if ended and self._keeps and self._log.has_begun():
-                time.sleep(_REPORT_S)
-                self._report(ended | self._reap(folder), folder)
-            elif ended and not self._ending:
+            if ended and not self._survives(ended, folder) and not self._ending:
                 self._end_ranks(_TOGETHER_S)
             while self._ending and time.monotonic() >= self._ending[0][0]:
                 self._signal(self._ending.pop(0)[1])
+
+    def _survives(self, ended: dict[int, RankEnd], folder: str) -> bool:
+        """Announces lost ranks; returns False if the other ranks of this node cannot continue."""
+        # If the first node is lost, so is the TCPStore. The ranks save and end.
+        with contextlib.suppress(RuntimeError):
+            if self._keeps and self._log.has_begun():
+                time.sleep(_REPORT_S)
+                self._report(ended | self._reap(folder), folder)
+                return True
+        return False
 
     def _reap(self, folder: str) -> dict[int, RankEnd]:
         """Returns the ranks that have ended with a failure since the last call."""

@@ -41,10 +41,11 @@ CONNECT_S = 60.0
 # How long a rank whose collective failed waits until a supervisor has reported the lost rank.
 _REPORT_S = 10.0
 _SLICE_S = 30.0
-_END_WAIT_S = 2.0
 _NODE = "paceline/elastic/node"
 _SOCKETS = Path("/proc/self/fd")
 _GO, _STALE = "go", "stale"
+# How long `close` waits for the listener.
+_END_WAIT_S = 2.0
 
 
 def check_supervisor(min_ranks: int) -> None:
