@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,19 @@ def _stopped(rank: int, how: str) -> list[int]:
 @pytest.mark.parametrize("how", ["stopped", "hung"])
 def test_a_rank_that_does_not_arrive_is_given_up(how: str, tmp_path: Path) -> None:
     assert run_members(3, _stopped, tmp_path, how) == {0: [0, 2], 2: [1, 2]}
+
+
+def _threads_left(rank: int) -> list[str]:
+    with joined() as group:
+        group.all_reduce_sum(torch.ones(1))
+        names = [thread.name for thread in threading.enumerate()]
+        assert "paceline-losses" in names
+    return [thread.name for thread in threading.enumerate() if thread.name == "paceline-losses"]
+
+
+def test_no_thread_waits_for_losses_after_the_end(tmp_path: Path) -> None:
+    """Such a wait can end while the interpreter exits, which aborts the process."""
+    assert run_members(2, _threads_left, tmp_path) == {0: [], 1: []}
 
 
 def _without_first(rank: int) -> str:

@@ -37,7 +37,7 @@ def _die() -> None:
 def _fail_at(point: str, step: int) -> None:
     """Lets this process end itself at a point of a step, counted from 0."""
     begin, reduce, update = GradientExchange.begin, GradientExchange.reduce, TrainStep._update
-    send, evaluate = GradientExchange._send, TrainingLoop._evaluate
+    send, evaluate, save = GradientExchange._send, TrainingLoop._evaluate, TrainingLoop._save
     now = -1
 
     def begin_(self: GradientExchange, number: int = 0) -> None:
@@ -73,9 +73,14 @@ def _fail_at(point: str, step: int) -> None:
             _die()
         return evaluate(self)
 
+    def save_(self: TrainingLoop, *, best: bool) -> None:
+        if (point, now) == ("saving", step):
+            _die()
+        save(self, best=best)
+
     GradientExchange.begin, GradientExchange.reduce = begin_, reduce_  # type: ignore[method-assign]
     GradientExchange._send, TrainStep._update = send_, update_  # type: ignore[method-assign]
-    TrainingLoop._evaluate = evaluate_  # type: ignore[method-assign]
+    TrainingLoop._evaluate, TrainingLoop._save = evaluate_, save_  # type: ignore[method-assign]
 
 
 def _run(
@@ -165,6 +170,19 @@ def test_too_few_ranks_save_and_end(tmp_path: Path) -> None:
         assert kind == "RunError"
         assert "2 ranks of comm.min_ranks = 3 are left" in line
     assert Checkpoint.read(newest(folder)).step == 2
+
+
+@pytest.mark.parametrize("values", [{}, {"checkpoint__interval_steps": 2}])
+def test_a_save_that_a_loss_has_interrupted_is_repeated(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """The evaluation before it may have set the best accuracy of the run, and is not repeated."""
+    own = values | {"run__batch_size": 4, "comm__min_ranks": 1}
+    folder = tmp_path / "run"
+    run_members(2, _run, tmp_path / "members", str(folder), own, {1: ("saving", 3)})
+    events = list(read_events(folder / "metrics.jsonl"))
+    assert [e["step"] for e in events if e["event"] == "eval"].count(4) == 1
+    assert 4 in [e["step"] for e in events if e["event"] == "checkpoint"]
 
 
 def test_without_min_ranks_a_lost_rank_ends_the_run(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -108,13 +108,13 @@ class Supervisor:
         self._log = LossLog(self.store)
         self._running: dict[int, RankProcess] = {}
         self._evicted: dict[int, str] = {}
-        self._evictor: threading.Thread | None = None
         self._end = JobEnd()
         self._attempt = 0
         self._left = False
         # When all ranks get the next signal of these, if they have not ended by then.
         self._ending: list[tuple[float, int]] = []
         self._events = Events()
+        self._left = False
 
     def __enter__(self) -> Self:
         return self
@@ -145,10 +145,8 @@ class Supervisor:
         with (
             tempfile.TemporaryDirectory(prefix="paceline-") as folder,
             self._events.of(stops, saves),
+            self._evicting(),
         ):
-            if self._keeps:
-                self._evictor = threading.Thread(target=self._evict, daemon=True)
-                self._evictor.start()
             while True:
                 first = self._node.rank * self._node.processes
                 for rank in range(first, first + self._node.processes):
@@ -196,13 +194,20 @@ class Supervisor:
                 elif number != signal.SIGCHLD:
                     self._stop(signal.Signals(number))
             ended = self._reap(folder)
-            if ended and self._keeps and self._log.has_begun():
-                time.sleep(_REPORT_S)
-                self._report(ended | self._reap(folder), folder)
-            elif ended and not self._ending:
+            if ended and not self._survives(ended, folder) and not self._ending:
                 self._end_ranks(_TOGETHER_S)
             while self._ending and time.monotonic() >= self._ending[0][0]:
                 self._signal(self._ending.pop(0)[1])
+
+    def _survives(self, ended: dict[int, RankEnd], folder: str) -> bool:
+        """Announces lost ranks; returns False if the other ranks of this node cannot continue."""
+        # If the first node is lost, so is the TCPStore. The ranks save and end.
+        with contextlib.suppress(RuntimeError):
+            if self._keeps and self._log.has_begun():
+                time.sleep(_REPORT_S)
+                self._report(ended | self._reap(folder), folder)
+                return True
+        return False
 
     def _reap(self, folder: str) -> dict[int, RankEnd]:
         """Returns the ranks that have ended with a failure since the last call."""
@@ -231,11 +236,33 @@ class Supervisor:
             self._start_rank(rank, folder)
         self._respawns -= min(self._respawns, len(lost))
 
+    @contextlib.contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """Ends silent ranks on request of survivors while the context is active.
+
+        The thread must not outlive this: a wait for the TCPStore that returns while the interpreter
+        exits would end the process with `std::terminate`.
+        """
+        if not self._keeps:
+            yield
+            return
+        thread = threading.Thread(target=self._evict, name="paceline-evict", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._left = True
+            # A request for a rank that does not exist wakes the thread. Other supervisors ignore it.
+            with contextlib.suppress(RuntimeError):
+                why = f"node {self._node.rank} has ended"  # equal requests are one
+                self._log.evict(self._node.world_size, why)
+            thread.join(_STOP_S)
+
     def _evict(self) -> None:
         """Ends silent ranks on request of survivors; runs in a thread."""
         with contextlib.suppress(RuntimeError, ParseError):
             log = self._log.own_connection()
-            while True:
+            while not self._left:
                 for rank, why in log.evictions():
                     if self._left:
                         return
@@ -277,11 +304,6 @@ class Supervisor:
     def _leave(self) -> None:
         """Waits until no other supervisor needs the TCPStore, which ends with this process."""
         with contextlib.suppress(RuntimeError, ParseError):
-            if self._evictor is not None:
-                # A thread that waits for the store when the interpreter ends would abort the process.
-                self._left = True
-                self._log.evict(self._node.world_size, "")
-                self._evictor.join(_STOP_S)
             self._log.read()
             self._end.survived |= self._keeps and self._log.finished
             others = [f"{_LEFT}/{rank}" for rank in range(1, self._node.count)]

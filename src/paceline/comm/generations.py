@@ -45,6 +45,8 @@ _SLICE_S = 30.0
 _NODE, _NODES = "paceline/elastic/node", "paceline/elastic/nodes"
 _SOCKETS = Path("/proc/self/fd")
 _GO, _STALE = "go", "stale"
+# How long `close` waits for the listener.
+_END_WAIT_S = 2.0
 
 
 def check_supervisor(min_ranks: int) -> None:
@@ -57,7 +59,7 @@ def check_supervisor(min_ranks: int) -> None:
 
 
 class GroupSockets:
-    """The sockets of process groups, which `shut_down` closes for both ends.
+    """The sockets of process groups, or of a store, which `shut_down` closes for both ends.
 
     Gloo has no call that ends a collective which waits for another rank. After its sockets are shut down,
     the collective fails on this rank and on the rank at the other end. Works on Linux only; elsewhere the
@@ -153,13 +155,25 @@ class Generations:
         self.current = Generation(0, everybody, topology, store)
         self._log = LossLog(_without_prefix(store))
         # The listener waits on a connection of its own.
-        self._heard_store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
+        self._connection = GroupSockets()
+        with self._connection.recorded():
+            self._heard_store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs
         self._heard = LossLog(_without_prefix(self._heard_store))
         self._forming: Generation | None = None
         self._lock = threading.Lock()
         self._lost = threading.Event()
         store.set(f"{_NODE}/{topology.rank}", str(topology.node_rank))
-        threading.Thread(target=self._listen, name="paceline-losses", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="paceline-losses", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread that waits for losses.
+
+        A wait for the store that returns while the interpreter exits would end the process with
+        `std::terminate`.
+        """
+        self._connection.shut_down()
+        self._thread.join(_END_WAIT_S)
 
     def lost_within(self, limit_s: float = _REPORT_S) -> bool:
         """Waits until a loss of a rank of this generation is reported; False after `limit_s` seconds."""

@@ -358,10 +358,8 @@ class Group(Collectives):
         joined = self.backend != "none" and dist.is_initialized()
         if joined and not self._device_lost and not self.aborted:
             dist.destroy_process_group()
-        if self._agreement is not None:
-            self._agreement.leave()
-        if self._watchdog is not None:
-            self._watchdog.close()
+        if self._members is not None:
+            self._members.close()
 
     def watched(self, what: str, action: Callable[[], Made]) -> Made:
         """Runs a collective under the watchdog and returns its result.

@@ -91,10 +91,16 @@ class Membership:
             try:
                 self.agreement.agree("join", failed, facts, remedy)
             except PacelineError:
-                self.agreement.leave()
-                if self.watchdog is not None:
-                    self.watchdog.close()
+                self.close()
                 raise
+
+    def close(self) -> None:
+        """Leaves the job and ends the threads of this object."""
+        self.agreement.leave()
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if self.generations is not None:
+            self.generations.close()
 
     def connect(self, device: torch.device) -> None:
         """Creates the default process group of torch.distributed."""

@@ -192,10 +192,17 @@ class TrainingLoop:
         return RunResult("callback", None) if requested else None
 
     def _catch_up(self) -> RunResult | None:
-        """Runs an evaluation that is due after a resume, and ends a run that has reached its target."""
+        """Runs what is due after a resume or a loss, and ends a run that has reached its target."""
         progress = self._t.progress
         if self._evaluation_is_due(progress.step):
             return self._evaluate()
+        if progress.step > 0 and self._t.saved_step != progress.step:
+            # The loss of a rank has interrupted the save after this step.
+            best = progress.best_step == progress.evaluated_step == progress.step
+            if best and self._t.config.checkpoint.keep_best:
+                self._save(best=True)
+            elif self._save_is_due(progress.step):
+                self._save_if_sound()
         if progress.evaluated_step != progress.step or not self._reached():
             return None
         if progress.time_to_target_s is None:
