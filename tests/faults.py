@@ -58,9 +58,9 @@ def before_settings(action: Action) -> None:
 
     real = module.resolve
 
-    def resolve(*given: Any) -> Any:
+    def resolve(*given: Any, **named: Any) -> Any:
         action()
-        return real(*given)
+        return real(*given, **named)
 
     module.resolve = resolve
 

@@ -114,7 +114,6 @@ class Supervisor:
         # When all ranks get the next signal of these, if they have not ended by then.
         self._ending: list[tuple[float, int]] = []
         self._events = Events()
-        self._left = False
 
     def __enter__(self) -> Self:
         return self
