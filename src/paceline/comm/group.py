@@ -104,6 +104,7 @@ class Group(Collectives):
         # Functions that destroy CUDA graphs with collectives; see `abort`.
         self._release_graphs: list[Callable[[], None]] = []
         self._left = self._device_lost = False
+        self._share_gpus = settings.share_gpus
         # True if the process groups have been aborted and so must not be destroyed.
         self.aborted = False
         # True on rank 0 if the launcher has restarted the ranks of this job.
@@ -140,6 +141,14 @@ class Group(Collectives):
         self.rank, self.world_size = self.topology.rank, self.topology.world_size
         self._agreement, self._watchdog = members.agreement, members.watchdog
         self._lost = members.lost
+
+    def lost_client(self) -> str:
+        """Describes the ranks that do not answer, after this rank's device has failed.
+
+        Returns "" if all ranks answer or if ranks do not share GPUs. Under MPS, a killed process can
+        break the GPU for all processes that share it.
+        """
+        return self._lost.silent() if self._share_gpus and self._lost is not None else ""
 
     @property
     def generation(self) -> Generation | None:

@@ -59,6 +59,8 @@ _LOST_CONTEXT = (
     "illegal instruction", "invalid program counter", "hardware stack", "ECC", "launch timed out",
     "MPS",
 )  # fmt: skip
+# Salvage: a device that does not finish its work within this time is assumed to hang.
+_DEVICE_WAIT_S = 2.0
 # Salvage: rank r waits r times the first value, at most the second value, before it takes the lock.
 _RANK_WAIT_S, _MOST_WAIT_S = 0.25, 1.0
 # Salvage: time to wait while a different surviving rank holds the lock and writes.
@@ -197,8 +199,9 @@ def _device_errors(group: Group) -> Iterator[None]:
         reason = str(failure).strip().splitlines()[0].removeprefix("CUDA error: ")
         if not any(sign in reason for sign in _LOST_CONTEXT):
             raise
+        gone = group.lost_client()
         raise DeviceError(
-            f"rank {group.rank}: {group.device} failed ({reason})",
+            f"rank {group.rank}: {group.device} failed ({reason}){gone and ': '}{gone}",
             "check the kernel log (dmesg) for Xid errors; find a faulty kernel with "
             "CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; continue with --resume auto",
         ) from failure
@@ -419,7 +422,9 @@ def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint |
     if step.under_way and training.group.backend == "nccl":
         # The queued update follows an exchange that NCCL aborts, so the update's input is undefined.
         return None
-    loop.collect()  # if the device hangs, the watchdog ends the process
+    if not _device_answers(training.group.device):
+        return None
+    loop.collect()
     step.roll_back()
     # `_write_salvaged` checks, with the lock held, whether rank 0 has saved this step before it died.
     if progress.step == 0 or progress.skipped_in_a_row:
@@ -427,6 +432,19 @@ def _last_completed_step(training: Training, loop: TrainingLoop) -> Checkpoint |
     checkpoint = training.state.capture_alone(progress)
     finite = all(bool(torch.isfinite(value).all()) for value in checkpoint.model.values())
     return checkpoint if finite else None
+
+
+def _device_answers(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    reached.record()
+    deadline = time.monotonic() + _DEVICE_WAIT_S
+    while not reached.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _write_salvaged(training: Training, checkpoint: Checkpoint) -> None:
