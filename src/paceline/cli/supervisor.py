@@ -263,8 +263,6 @@ class Supervisor:
             log = self._log.own_connection()
             while not self._left:
                 for rank, why in log.evictions():
-                    if self._left:
-                        return
                     process = self._running.get(rank)
                     if process is not None:
                         self._evicted[rank] = why
