@@ -144,6 +144,14 @@ def test_it_gives_no_reason_for_a_value_of_the_user(given: dict[str, Any], silen
     assert f"auto: {silent}" not in choose(source, **given)[1].reasons
 
 
+def test_a_hint_for_large_images_names_a_command_that_exists(tmp_path: Path) -> None:
+    _, choices = choose(Pictures([0, 1] * 4, (16, 2000, 3)))
+    hint = choices.reasons["auto: image size"].split("`")[1].split()
+    assert hint[0] == "paceline"
+    done = run([*hint[1:], "--help"], tmp_path)
+    assert done.code == 0, done.err
+
+
 def test_the_reason_of_the_rate_names_the_schedule_of_the_user() -> None:
     _, choices = choose(Pictures([0, 1] * 100), optim__schedule="constant")
     assert "cosine" not in choices.reasons["auto: rate"]

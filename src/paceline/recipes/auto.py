@@ -230,7 +230,7 @@ class _Choice:
 
     def _network(self, plan: _Plan, weights: Weights | None) -> None:
         net, minutes = plan.net, self._situation.config.run.minutes
-        time = f"in {minutes:g} minutes" if minutes else f"in about {_USUAL_MINUTES:g} minutes"
+        time = f"in {minutes:g} min" if minutes else f"in about {_USUAL_MINUTES:g} min"
         speed = f"{plan.speed.per_s:,.0f} images/s ({plan.speed.origin})"
         why = f"the largest network that sees enough images {time} at {speed}"
         if weights is not None:
@@ -254,7 +254,7 @@ class _Choice:
     def _size_hint(self) -> str:
         if self._facts.longest < 2_000:
             return ""
-        hint = "`paceline data pack --short-side 320` makes reading faster"
+        hint = "`paceline pack SRC DST --short-side 320` makes reading faster"
         return f" (up to {self._facts.longest:,}: {hint})"
 
     def _length(self, plan: _Plan) -> None:
