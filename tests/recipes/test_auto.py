@@ -131,6 +131,32 @@ def test_it_never_overwrites_a_flag(given: dict[str, Any]) -> None:
         assert flat[name.replace("__", ".")] == value
 
 
+@pytest.mark.parametrize(
+    ("given", "silent"),
+    [
+        ({"optim__lr": 0.3}, "rate"), ({"optim__name": "adamw", "optim__lr": 0.1}, "rate"),
+        ({"data__augment": "none"}, "augmentation"), ({"data__val_split": 0.3}, "validation"),
+    ],
+)  # fmt: skip
+def test_it_gives_no_reason_for_a_value_of_the_user(given: dict[str, Any], silent: str) -> None:
+    source = Pictures([0, 1, 2] * 100)
+    assert f"auto: {silent}" in choose(source)[1].reasons
+    assert f"auto: {silent}" not in choose(source, **given)[1].reasons
+
+
+def test_a_hint_for_large_images_names_a_command_that_exists(tmp_path: Path) -> None:
+    _, choices = choose(Pictures([0, 1] * 4, (16, 2000, 3)))
+    hint = choices.reasons["auto: image size"].split("`")[1].split()
+    assert hint[0] == "paceline"
+    done = run([*hint[1:], "--help"], tmp_path)
+    assert done.code == 0, done.err
+
+
+def test_the_reason_of_the_rate_names_the_schedule_of_the_user() -> None:
+    _, choices = choose(Pictures([0, 1] * 100), optim__schedule="constant")
+    assert "cosine" not in choices.reasons["auto: rate"]
+
+
 def test_an_optimizer_of_the_user_keeps_its_own_rate() -> None:
     _, choices = choose(Pictures([0, 1] * 100), optim__name="lars")
     assert not {"optim.lr", "optim.weight_decay", "optim.nesterov"} & choices.values.keys()

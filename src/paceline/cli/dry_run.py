@@ -169,7 +169,8 @@ def _measure(
         steps_per_epoch=steps_per_epoch,
     )  # fmt: skip
     for name, text in (measured.choices | exchange).items():
-        _show(name, text)
+        if text:
+            _show(name, text)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         _show("memory measured", f"{format_bytes(peak)} on {device}")

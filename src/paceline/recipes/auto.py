@@ -99,14 +99,18 @@ class _Choice:
         return Choices(self._values, self._reasons, settles)
 
     def _set(self, why: str, reason: str, **values: Any) -> None:
-        """Sets values, `section__key=value`, unless the user has given them."""
-        given, shown = self._situation.given, []
-        for name, value in values.items():
-            setting = name.replace("__", ".")
-            if setting not in given:
-                self._values[setting] = value
-                shown.append(setting)
-        if shown and reason:
+        """Sets values, `section__key=value`, unless the user has given them.
+
+        The reason is that of the first value; it is not shown if the user has given this one.
+        """
+        settings = [name.replace("__", ".") for name in values]
+        chosen = {
+            setting: value
+            for setting, value in zip(settings, values.values(), strict=True)
+            if setting not in self._situation.given
+        }
+        self._values |= chosen
+        if reason and settings[0] in chosen:
             self._reasons[f"auto: {why}"] = reason
 
     def _value(self, setting: str) -> Any:
@@ -226,7 +230,7 @@ class _Choice:
 
     def _network(self, plan: _Plan, weights: Weights | None) -> None:
         net, minutes = plan.net, self._situation.config.run.minutes
-        time = f"in {minutes:g} minutes" if minutes else f"in about {_USUAL_MINUTES:g} minutes"
+        time = f"in {minutes:g} min" if minutes else f"in about {_USUAL_MINUTES:g} min"
         speed = f"{plan.speed.per_s:,.0f} images/s ({plan.speed.origin})"
         why = f"the largest network that sees enough images {time} at {speed}"
         if weights is not None:
@@ -250,7 +254,7 @@ class _Choice:
     def _size_hint(self) -> str:
         if self._facts.longest < 2_000:
             return ""
-        hint = "`paceline data pack --short-side 320` makes reading faster"
+        hint = "`paceline pack SRC DST --short-side 320` makes reading faster"
         return f" (up to {self._facts.longest:,}: {hint})"
 
     def _length(self, plan: _Plan) -> None:
@@ -279,7 +283,8 @@ class _Choice:
         warmup = round(min(5.0, 0.1 * plan.epochs), 2)
         self._set("", "", optim__warmup_epochs=warmup, optim__schedule="cosine", run__smoothing=0.1)
         if "optim.name" in given:
-            self._reasons["auto: rate"] = f"the usual one of {given['optim.name']}"
+            if "optim.lr" not in given:
+                self._reasons["auto: rate"] = f"the usual one of {given['optim.name']}"
             return
         rate = 0.05 if plan.net.model.startswith("resnet18") else 0.1
         reason = "usual for this network and batch"
@@ -287,9 +292,10 @@ class _Choice:
             rate, reason = 0.01, "a tenth of the rate without pretrained weights, or less"
         # The rate follows the square root of the batch.
         rate = round(rate * (self._rate_batch / 32) ** 0.5, 4)
+        schedule = self._value("optim.schedule")
         self._set(
-            "rate", f"{rate:g} with SGD and cosine decay: {reason}",
-            optim__name="sgd", optim__lr=rate, optim__nesterov=True, optim__weight_decay=5e-4,
+            "rate", f"{rate:g} with SGD and schedule {schedule}: {reason}",
+            optim__lr=rate, optim__name="sgd", optim__nesterov=True, optim__weight_decay=5e-4,
         )  # fmt: skip
 
     def _augmentation(self, plan: _Plan) -> None:
