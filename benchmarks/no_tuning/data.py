@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import lzma
@@ -100,6 +101,7 @@ def prepare(name: str, directory: Path | None, folder: Path) -> None:
     (folder / f"{name}.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
+@functools.cache
 def load(name: str, folder: Path, split: str) -> Subset:
     """Reads a subset that `prepare` has written."""
     facts = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
