@@ -19,7 +19,7 @@ MUON_RATE, MUON_DECAY = 1e-3, 0.1
 SCHEDULE_FREE_RATE, PRODIGY_RATE = 2.5e-3, 1.0
 # Peak rate and schedule of each peer.
 RATES = {
-    "adamw": ADAMW_RATE, "sgd": SGD_RATE, "torch-muon": MUON_RATE,
+    "torch-adamw": ADAMW_RATE, "torch-sgd": SGD_RATE, "torch-muon": MUON_RATE,
     "schedule-free": SCHEDULE_FREE_RATE, "prodigy": PRODIGY_RATE,
 }  # fmt: skip
 SCHEDULES = {name: "constant" if name == "schedule-free" else "cosine" for name in RATES}
@@ -106,9 +106,9 @@ def factory(name: str, total_steps: int) -> Factory:
     """Returns the factory of a peer for a run of `total_steps`."""
 
     def create(groups: Groups) -> torch.optim.Optimizer:
-        if name == "adamw":
+        if name == "torch-adamw":
             return torch.optim.AdamW(_with_decay(groups, ADAMW_DECAY), lr=ADAMW_RATE)
-        if name == "sgd":
+        if name == "torch-sgd":
             rates = {"lr": SGD_RATE, "momentum": SGD_MOMENTUM}
             return torch.optim.SGD(_with_decay(groups, SGD_DECAY), **rates)
         if name == "torch-muon":

@@ -23,6 +23,7 @@ from benchmarks.no_tuning.peers import RATES, SCHEDULES, factory
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event
 from paceline.models import ModelSettings, create_model
+from paceline.optim.scaling import BASES, base_rate
 
 # Methods: ours by the rule, also with its own warm-up and averaging; peers; one optimizer at a rate.
 OURS, OURS_ALL = "ours", "ours-all"
@@ -32,7 +33,9 @@ DATA_SETS, TABLE_NETS, BATCHES = (
     ("resnet_tiny", "vit", "cnn"),
     (64, 2000),
 )
-EPOCHS, WARMUP_SHARE = 10, 0.1
+# Epochs by batch, so that a run takes about a minute on one CPU thread.
+EPOCHS, WARMUP_SHARE, MOMENTUM = {64: 5, 2000: 10}, 0.1, 0.9
+LARGEST_MICRO_BATCH = 500
 _CALIBRATION_IMAGES = 2000
 
 
@@ -47,7 +50,7 @@ class Cell:
         method: One of `METHODS`, or the name of an optimizer of Paceline.
         seed: Seed of initial weights, order and augmentation.
         epochs: Number of epochs.
-        rate: Peak rate of an optimizer of Paceline; None for the rule's rate.
+        rate: Peak rate of an optimizer of Paceline, or pace of LARS and Muon; None for the rule's.
         settings: Further settings.
     """
 
@@ -56,7 +59,7 @@ class Cell:
     batch: int
     method: str
     seed: int = 0
-    epochs: int = EPOCHS
+    epochs: int = 10
     rate: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -85,8 +88,9 @@ def settings_of(cell: Cell, classes: int, channels: int, side: int, device: str)
     mean, std = STATISTICS[cell.data]
     values: dict[str, Any] = {
         "run.epochs": cell.epochs, "run.global_batch_size": cell.batch, "run.seed": cell.seed,
-        "run.threads": 1, "run.device": device, "run.eval_interval_epochs": cell.epochs,
-        "run.eval_details": "off", "run.smoothing": 0.1, "data.image_size": side,
+        "run.batch_size": min(cell.batch, LARGEST_MICRO_BATCH), "run.threads": 1,
+        "run.device": device, "run.eval_interval_epochs": cell.epochs, "run.eval_details": "off",
+        "run.smoothing": 0.1, "data.image_size": side,
         "data.channels": channels, "data.augment": "pad_crop", "data.crop_padding": side // 8,
         "data.mean": list(mean), "data.std": list(std), "data.eval_resize": 0, "data.workers": 1,
         "checkpoint.interval_epochs": 0, "checkpoint.keep_best": False, "checkpoint.background": False,
@@ -104,8 +108,14 @@ def settings_of(cell: Cell, classes: int, channels: int, side: int, device: str)
         }  # fmt: skip
     elif cell.method not in (OURS, OURS_ALL):
         values["optim.name"] = cell.method
-        if cell.rate is not None:
-            values["optim.lr"] = cell.rate
+        base = BASES[cell.method]
+        if cell.rate is not None and base.pace:
+            eta = cell.rate * (1 - MOMENTUM) / base_rate(cell.method, cell.batch)
+            values[f"optim.{cell.method}.trust_coefficient"] = eta
+        elif cell.rate is not None:
+            values |= {"optim.lr": cell.rate, "optim.weight_decay": base.weight_decay}
+    if cell.method != OURS_ALL:
+        values["optim.batch_schedule"] = ""
     return values | cell.settings
 
 
@@ -120,8 +130,18 @@ def train(cell: Cell, data: Path, device: str, more: dict[str, Any]) -> dict[str
 
     Returns:
         The JSON line: the run, its accuracy in percent, its time, and its rate. A run that fails has the
-        error instead of an accuracy; a run that diverges has the accuracy of its last weights.
+        error instead of an accuracy; a run that diverges has the accuracy of its last weights. On a GPU,
+        a run that fails is repeated without CUDA graphs.
     """
+    line = _train_once(cell, data, device, more)
+    if "error" in line and device == "cuda" and "run.cuda_graphs" not in more:
+        again = _train_once(cell, data, device, more | {"run.cuda_graphs": "off"})
+        line = again | {"error_with_graphs": line["error"]}
+    return line
+
+
+def _train_once(cell: Cell, data: Path, device: str, more: dict[str, Any]) -> dict[str, Any]:
+    """Trains one run, as `train` does, but does not repeat it."""
     began = time.perf_counter()
     train_set, val_set = load(cell.data, data, "train"), load(cell.data, data, "val")
     assert train_set.pixels is not None
@@ -201,8 +221,8 @@ def _calibrated(model: nn.Module, name: str, train: Subset, val: Subset, device:
 def table_cells(seeds: int, methods: tuple[str, ...] = METHODS) -> list[Cell]:
     """Returns the runs of the table, seed by seed."""
     return [
-        Cell(data, net, batch, method, seed)
-        for seed in range(seeds) for batch in BATCHES for net in TABLE_NETS for data in DATA_SETS
+        Cell(data, net, batch, method, seed, EPOCHS[batch])
+        for seed in range(seeds) for data in DATA_SETS for net in TABLE_NETS for batch in BATCHES
         for method in methods
     ]  # fmt: skip
 
