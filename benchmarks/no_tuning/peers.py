@@ -71,7 +71,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for inner in (self.muon, self.adamw):
             for group in inner.param_groups:
                 group["lr"] = self.param_groups[0]["lr"]
-            inner.step()
+            inner.step()  # type: ignore[no-untyped-call,unused-ignore]
 
 
 def _schedule_free(groups: Groups, total_steps: int) -> torch.optim.Optimizer:
@@ -109,8 +109,8 @@ def factory(name: str, total_steps: int) -> Factory:
         if name == "torch-adamw":
             return torch.optim.AdamW(_with_decay(groups, ADAMW_DECAY), lr=ADAMW_RATE)
         if name == "torch-sgd":
-            rates = {"lr": SGD_RATE, "momentum": SGD_MOMENTUM}
-            return torch.optim.SGD(_with_decay(groups, SGD_DECAY), **rates)
+            own = _with_decay(groups, SGD_DECAY)
+            return torch.optim.SGD(own, lr=SGD_RATE, momentum=SGD_MOMENTUM)
         if name == "torch-muon":
             return MuonWithAdamW(groups)
         if name == "schedule-free":

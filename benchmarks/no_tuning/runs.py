@@ -20,13 +20,13 @@ import paceline as pl
 from benchmarks.no_tuning.data import STATISTICS, Subset, load
 from benchmarks.no_tuning.nets import NETS
 from benchmarks.no_tuning.peers import RATES, SCHEDULES, factory
+from benchmarks.no_tuning.table import OURS, OURS_ALL
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event
 from paceline.models import ModelSettings, create_model
 from paceline.optim.scaling import BASES, base_rate
 
 # Methods: ours by the rule, also with its own warm-up and averaging; peers; one optimizer at a rate.
-OURS, OURS_ALL = "ours", "ours-all"
 METHODS = (OURS, OURS_ALL, *RATES)
 DATA_SETS, TABLE_NETS, BATCHES = (
     ("fashion", "cifar10", "tiny25"),

@@ -10,6 +10,7 @@ from typing import Any
 
 Lines = Iterable[Mapping[str, Any]]
 CellName = tuple[str, str, int]
+OURS, OURS_ALL = "ours", "ours-all"
 # Quantiles of Student's t distribution for 95 %, by degrees of freedom; the normal one from 30.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12,
       2.11, 2.10, 2.09, 2.09, 2.08, 2.07, 2.07, 2.06, 2.06, 2.06, 2.05, 2.05, 2.05)  # fmt: skip
@@ -35,15 +36,16 @@ def interval(values: list[float]) -> float:
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _regrets(
-    cells: Mapping[CellName, Mapping[Any, float]], ranked: set[Any]
-) -> dict[Any, list[float]]:
-    """Returns each method's points behind the best method of `ranked`, cell by cell."""
-    regrets: dict[Any, list[float]] = defaultdict(list)
-    for own in cells.values():
-        best = max(value for name, value in own.items() if name in ranked)
+def _regrets(cells: Mapping[CellName, Mapping[Any, float]]) -> dict[Any, dict[CellName, float]]:
+    """Returns each method's points behind the best method of a cell, by cell.
+
+    Ours with its own warm-up and averaging is compared with the others, but not they with it.
+    """
+    regrets: dict[Any, dict[CellName, float]] = defaultdict(dict)
+    for cell, own in cells.items():
+        best = max(value for name, value in own.items() if name != OURS_ALL)
         for name, value in own.items():
-            regrets[name].append(max(best, value) - value if name in ranked else best - value)
+            regrets[name][cell] = best - value
     return regrets
 
 
@@ -59,31 +61,27 @@ def show(lines: list[dict[str, Any]], *, by_rate: bool = False) -> str:
 
 def _show_methods(lines: list[dict[str, Any]]) -> str:
     cells = means(lines, "method")
-    names = sorted({name for own in cells.values() for name in own})
-    complete = {cell: own for cell, own in cells.items() if len(own) == len(names)}
-    ranked = {name for name in names if name != "ours-all"}
-    regrets = _regrets(complete, ranked)
+    regrets = _regrets(cells)
+    names = sorted(regrets, key=lambda name: statistics.fmean(regrets[name].values()))
     rows = [
-        "| method | mean | regret | worst | peer − ours (95 %) |",
-        "| --- | --- | --- | --- | --- |",
+        "| method | cells | mean | regret | worst | against ours (95 %) |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name in sorted(names, key=lambda n: statistics.fmean(regrets[n])):
-        mean = statistics.fmean(own[name] for own in complete.values())
-        worst = max(range(len(regrets[name])), key=regrets[name].__getitem__)
-        where = " ".join(map(str, list(complete)[worst]))
-        paired = ""
-        if "ours" in names and name != "ours":
-            gaps = [own["ours"] - own[name] for own in complete.values()]
-            paired = f"{-statistics.fmean(gaps):+.2f} ± {interval(gaps):.2f}"
+    for name in names:
+        own = regrets[name]
+        worst = max(own, key=own.__getitem__)
+        gaps = [cells[c][name] - cells[c][OURS] for c in own if OURS in cells[c]]
+        paired = f"{statistics.fmean(gaps):+.2f} ± {interval(gaps):.2f}" if gaps else ""
         rows.append(
-            f"| {name} | {mean:.2f} | {statistics.fmean(regrets[name]):.2f} | "
-            f"{regrets[name][worst]:.2f} ({where}) | {paired} |"
+            f"| {name} | {len(own)} | {statistics.fmean(cells[c][name] for c in own):.2f} | "
+            f"{statistics.fmean(own.values()):.2f} | {own[worst]:.2f} "
+            f"({' '.join(map(str, worst))}) | {paired if name != OURS else ''} |"
         )
     rows += ["", f"| cell | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
     for cell, own in sorted(cells.items()):
         values = " | ".join(f"{own[name]:.2f}" if name in own else "–" for name in names)
         rows.append(f"| {' '.join(map(str, cell))} | {values} |")
-    return f"{len(complete)} cells, {len(lines)} runs\n\n" + "\n".join(rows) + "\n"
+    return f"{len(cells)} cells, {len(lines)} runs\n\n" + "\n".join(rows) + "\n"
 
 
 def _show_rates(lines: list[dict[str, Any]]) -> str:
