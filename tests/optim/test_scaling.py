@@ -31,7 +31,6 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.resolve import Facts, resolve
 from ranks import run_ranks
-from refusals import refused
 from small_runs import run_small
 
 SGD = OptimSettings(lr_base=0.2, nesterov=True, weight_decay=5e-4, warmup_epochs=5)

@@ -27,7 +27,7 @@ from paceline.core.events import (
     RanksEvent,
     StepEvent,
 )
-from paceline.core.host import HostLoad
+from paceline.core.host import HostLoad, describe_overload
 from paceline.core.units import format_bytes, format_duration
 from paceline.plan.noise import NoiseEstimate, NoiseScale
 from paceline.train.machine import peak_memory_bytes
