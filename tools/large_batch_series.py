@@ -42,7 +42,7 @@ from paceline.config import Job, RunConfig
 from paceline.core.errors import PacelineError
 from paceline.core.events import Event, StepEvent
 from paceline.data import DataSettings, Source, SyntheticImages, open_source
-from paceline.optim.scaling import PACE
+from paceline.optim.scaling import BASES
 from paceline.optim.settings import KnownGood
 from paceline.train.components import Components
 from paceline.train.resolve import Facts, resolve
@@ -277,9 +277,9 @@ def cell_config(
     if cell.model.startswith("resnet") and cell.model != "resnet_tiny":
         values["model.stem"] = "small"
     if cell.batch == "small":
-        if cell.optimizer in PACE:
+        if cell.optimizer in ("lars", "muon"):
             steps, rate = images.samples / images.small, BASE["optim.lr_base"]
-            pace = PACE["lars"] if cell.optimizer == "lars" else SMALL_PACE
+            pace = BASES["lars"].pace if cell.optimizer == "lars" else SMALL_PACE
             eta = pace / math.sqrt(steps) * (1 - 0.9) / rate
             values |= {"optim.lr": rate, _eta_of(cell.optimizer): eta}
         values["optim.name"] = cell.optimizer

@@ -220,14 +220,13 @@ def test_the_largest_batch_is_in_the_range_of_the_large_batch_rule(
     assert found.images == most
     assert (found.set_by and found.set_by[0]) == set_by
     assert ("large-batch rule" in found.why) == (most != 65_536)
-    if epochs >= 1:  # what the rule itself refuses is not recommended
+    if epochs >= 1:  # a batch that was not measured is not recommended
         target = Target(batch=most, samples=samples, epochs=int(epochs))
         recipe = Recipe(OptimSettings(name="sgd", lr=0.1), 256, "sgd", norm_group=1)
-        assert scale_recipe(recipe, target).values
+        assert "not measured" not in "".join(scale_recipe(recipe, target).notes)
         if set_by:
             wider = replace(target, batch=most + most // 50)
-            with pytest.raises(ConfigError, match=f"at most {most}"):
-                scale_recipe(recipe, wider)
+            assert "not measured" in scale_recipe(recipe, wider).notes[-1]
 
 
 def test_a_limit_as_given_holds_unless_an_epoch_is_smaller() -> None:

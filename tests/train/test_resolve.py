@@ -89,7 +89,6 @@ def test_the_defaults_are_not_refused() -> None:
             None,
             "run.synced_norms.ranks",
         ),
-        ({"optim.scaling": "auto"}, Job(processes=1), Components(optimizer=dict), "optim.scaling"),
         ({"optim.name": "halp"}, Job(processes=1), Components(augment=dict), "augment"),
         ({"optim.name": "halp"}, Job(processes=1, device="cuda"), None, "precision.amp_dtype"),
     ],
@@ -109,7 +108,8 @@ def test_facts_about_the_job_and_the_program_are_refused(
 
 
 def test_resolve_leaves_the_settings_and_returns_what_they_decide() -> None:
-    config = load_config(None, {"run.output": "here", "run.epochs": 2, "run.batch_size": 4})
+    given = {"run.output": "here", "run.epochs": 2, "run.batch_size": 4, "optim.lr": 0.1}
+    config = load_config(None, given)
     facts = Facts(job=Job(processes=2), program=Components(), samples=64, classes=10)
     found = resolve(config, facts)
     assert found.config == config

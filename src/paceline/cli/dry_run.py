@@ -80,6 +80,9 @@ def dry_run(config: RunConfig, ranks: int) -> int:
     batches = plan.total_samples / sizes.global_batch
     train_s = batches * passes * images_s + plan.total_steps * update_s
     _show("batch", sizes.describe(ranks))
+    _show("peak_lr", f"{resolved.peak_lr:g}")
+    if resolved.hint:
+        _show("hint", resolved.hint)
     if idle := describe_idle(config, ranks):
         _show("no effect", idle)
     _show("steps", f"{plan.total_steps:,} in {config.run.epochs} epochs")
@@ -148,10 +151,10 @@ def _measure(
     Returns:
         The seconds for forward and backward of all images of a step, and the seconds for the update.
     """
-    import torch
 
     from paceline.models.synced_norm import keep_last_statistics
     from paceline.train.components import Components
+    from paceline.train.machine import peak_memory_bytes
     from paceline.train.model_checks import make_model
     from paceline.train.step_time import measure_step
     from paceline.train.strategy import strategy_class
@@ -164,6 +167,7 @@ def _measure(
     exchange = _exchange(config, model, ranks)
     weights = sum(parameter.numel() for parameter in model.parameters())
     _show("model", f"{config.model.name}, {weights:,} parameters")
+    before_bytes = peak_memory_bytes(device)
     measured = measure_step(
         config, model, group, micro_batch=sizes.micro_batch, classes=classes, ranks=ranks,
         steps_per_epoch=steps_per_epoch,
@@ -171,8 +175,12 @@ def _measure(
     for name, text in (measured.choices | exchange).items():
         if text:
             _show(name, text)
+    peak = peak_memory_bytes(device)
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_reserved(device)
         _show("memory measured", f"{format_bytes(peak)} on {device}")
+    else:  # the measured steps have fewer images; gradients and optimizer do not depend on them
+        images = max(0, peak - before_bytes - 12 * weights)
+        expected = peak + round(images * (sizes.micro_batch / measured.images - 1))
+        _show("expected memory", f"about {format_bytes(expected)} per rank, without data")
     parts = sizes.micro_batch * sizes.accumulation / measured.images
     return parts * measured.images_s, measured.update_s

@@ -38,7 +38,7 @@ def train(
     minutes: str | None = typer.Option(
         None, help="Time for the whole run, with the recipe auto.", metavar="X"),
     opt: str | None = typer.Option(None, help="sgd, lars, muon, adamw, lamb …, or torch.optim:CLASS."),
-    lr: str | None = typer.Option(None, help="Peak learning rate, without scaling.", metavar="X"),
+    lr: str | None = typer.Option(None, help="Peak learning rate. Default: the rule's.", metavar="X"),
     warmup_epochs: str | None = typer.Option(None, help="Epochs of linear warm-up.", metavar="X"),
     momentum: str | None = typer.Option(None, metavar="X"),
     weight_decay: str | None = typer.Option(None, help="Not on biases and batch norm.", metavar="X"),

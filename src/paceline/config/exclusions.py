@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.exclusions import Exclusion, not_in, one_of
+from paceline.core.exclusions import Exclusion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,4 @@ class Job:
     device: str = ""
 
 
-EXCLUSIONS: tuple[Exclusion, ...] = (
-    Exclusion(
-        "optim.scaling", one_of("auto"), {"program.optimizer": not_in(None)},
-        "does not support an optimizer that is passed as a Python object",
-        "pass the name lars, muon, sgd, adamw or lamb, or use 'off'",
-    ),
-)  # fmt: skip
+EXCLUSIONS: tuple[Exclusion, ...] = ()

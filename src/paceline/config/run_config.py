@@ -39,14 +39,15 @@ from paceline.core.untrusted import ParseError, parse_toml
 from paceline.data import DataSettings
 from paceline.models.settings import ModelSettings
 from paceline.optim.registry import SGD, optimizer_names, schedule_names
-from paceline.optim.scaling import OF_ADAM, SCALED
+from paceline.optim.scaling import SCALED
 from paceline.optim.settings import KnownGood, OptimSettings
 from paceline.plan.wires import WIRES
 from paceline.precision.settings import PrecisionSettings
 
 # The version of all defaults, which a file names as `defaults`; a file without it has this version. Raise
-# it when a default changes, and let `from_tables` use the earlier default for files of older versions.
-DEFAULTS = 1
+# it when a default changes, and add the earlier default for files of older versions to `EARLIER`.
+DEFAULTS = 2
+EARLIER: dict[int, Tables] = {1: {"optim": {"scaling": "off"}}}
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,7 @@ class RunConfig:
             ConfigError: If a section or key does not exist, or a value is wrong.
         """
         values: dict[str, Any] = {}
-        if (version := tables.get("defaults", DEFAULTS)) != DEFAULTS:
-            raise ConfigError(
-                "defaults", version, "is not the version of the defaults of this Paceline",
-                f"use the Paceline that wrote the file, or check all settings and set it to {DEFAULTS}",
-            )  # fmt: skip
-        for section, table in without_version(tables).items():
+        for section, table in with_earlier_defaults(tables).items():
             if not isinstance(table, dict):
                 raise ConfigError(section, table, "is outside a section", _nearest_key(section))
             if section not in SECTIONS:
@@ -225,6 +221,19 @@ def without_version(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: table for name, table in tables.items() if name != "defaults"}
 
 
+def with_earlier_defaults(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sections of a file, with the defaults of the version that the file names."""
+    version, own = tables.get("defaults", DEFAULTS), without_version(tables)
+    if version == DEFAULTS:
+        return own
+    if not isinstance(version, int) or version not in EARLIER:
+        raise ConfigError(
+            "defaults", version, "is not a version of the defaults that this Paceline knows",
+            f"use the Paceline that wrote the file, or check all settings and set it to {DEFAULTS}",
+        )  # fmt: skip
+    return merge_tables(EARLIER[version], own)
+
+
 def with_defaults(tables: Mapping[str, Any]) -> Tables:
     """Adds the defaults of missing settings to a stored configuration."""
     tables = without_version(tables)
@@ -243,6 +252,7 @@ def unflatten(values: Mapping[str, Any]) -> Tables:
     return unflatten_names(values)
 
 
+_RATES = ("lr", "lr_base", "lr_base_batch")
 # The default of `optim.warmup_max_share`: the share in the quickstart; most recipes have less.
 WARMUP_MAX_SHARE = 0.2
 
@@ -264,22 +274,18 @@ def load_config(
     pending = None
     if isinstance(recipe, str) and recipe in CHOOSERS:
         pending, recipe = Pending(recipe, dict(overrides), trust), None
-    tables = read_recipe(recipe) if isinstance(recipe, str) else recipe or {}
+    own = read_recipe(recipe) if isinstance(recipe, str) else recipe or {}
+    tables = with_earlier_defaults(own)
     RunConfig.from_tables(tables)  # reports a mistake in the recipe before one in a flag
     merged = merge(_without_rates(tables, overrides.get("optim.name")), unflatten(overrides))
-    batch = tables.get("run", {}).get("global_batch_size")
-    scales = merged.get("optim", {}).get("scaling") == "auto"
-    if scales and batch is not None:
-        merged["optim"].setdefault("known_good_batch", batch)
     merged.setdefault("optim", {}).setdefault(
         "warmup_max_share", _warmup_share(tables, "optim.warmup_epochs" in overrides)
     )
     origin = recipe if isinstance(recipe, str) else "the run that is resumed"
     config = _from_file(merged, overrides, origin, trust)
-    if scales:  # the rule may choose another optimizer, which needs its settings
-        known = _known_good(tables, overrides, config.optim.known_good_batch)
-        config = replace(config, optim=replace(config.optim, known_good=known))
-    else:
+    known = _known_good(tables, overrides, config)
+    config = replace(config, optim=replace(config.optim, known_good=known))
+    if "optim.name" in overrides or not config.optim.follows_rule:  # else, the rule may change it
         _refuse_unused(config, overrides)
     if overrides.get("optim.warmup_epochs") and not config.optim.own_schedule.WARMS_UP:
         raise ConfigError(
@@ -389,23 +395,21 @@ def _from_file(
     return config
 
 
-def _known_good(recipe: Tables, overrides: Mapping[str, Any], batch: int | None) -> KnownGood:
-    """Returns which values come from the recipe and which from flags, for the rule of `optim.scaling`."""
-    keeps = tuple(name for name in SCALED if name in overrides)
-    if not recipe:
-        return KnownGood(keeps=keeps)
-    table = recipe.get("optim", {})
+def _known_good(recipe: Tables, overrides: Mapping[str, Any], config: RunConfig) -> KnownGood:
+    """Returns which values come from a recipe or from flags, for the rule of `optim.scaling`."""
+    optim, table = config.optim, recipe.get("optim", {})
+    given = tuple(name for key in _RATES if (name := f"optim.{key}") in overrides)
+    batch = recipe.get("run", {}).get("global_batch_size")
     name = table.get("name", OptimSettings.name)
-    # A recipe without a rate has the default of its optimizer.
-    to_muon = name in OF_ADAM and overrides.get("optim.name") == "muon"
-    bases = [key for key in ("lr_base", "lr_base_batch") if f"optim.{key}" in overrides]
-    rates = {key: overrides[f"optim.{key}"] for key in bases if to_muon}
-    own = from_table(OptimSettings, "optim", table | rates)
-    given = "optim.lr" in overrides or to_muon
+    rated = name == optim.name and any(key in table for key in _RATES)
+    is_own = rated and config.run.global_batch_size == batch and optim.known_good_batch is None
+    if optim.scaling == "off" or given or is_own:
+        return KnownGood(keeps=given)
     return KnownGood(
-        optimizer=name, keeps=keeps,
-        lr=own.peak_lr(batch) if given and batch is not None else None,
-        momentum=own.momentum if "optim.momentum" in overrides else None,
+        batch=batch, optimizer=name if rated else "",
+        named=rated or "name" in table or "optim.name" in overrides,
+        momentum=table.get("momentum", OptimSettings.momentum),
+        keeps=tuple(name for name in SCALED if name in overrides),
     )  # fmt: skip
 
 

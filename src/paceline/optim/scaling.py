@@ -1,57 +1,72 @@
-"""Implements `optim.scaling`: derives settings for a large batch from a recipe for a small batch.
+"""Implements the scaling rule: settings for any optimizer and batch, without tuning.
 
-`scale_recipe` is a pure function that does not need torch. It takes a `Recipe` with a known-good batch
-and a `Target` with the batch and length of the run. It returns a `Scaling`: a value for each changed
-setting, the reasons, and the expected loss of accuracy. docs/optimizers.md has the equations and the
-range in which they are valid.
+`scale_recipe` is a pure function that does not need torch. It takes a `Recipe`, which may have a rate
+that is known to work at some batch, and a `Target` with the batch and length of the run. It returns a
+`Scaling`: a value for each changed setting, the reasons, and the expected loss of accuracy.
+docs/optimizers.md has the equations and the range in which they were measured.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.core.batch_range import (
-    LEAST_STEPS,
-    LEAST_STEPS_PER_EPOCH,
-    largest_batch_in_range,
-)
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.batch_range import LEAST_STEPS, LEAST_STEPS_PER_EPOCH
 from paceline.optim.batch_growth import largest_micro_batch
 from paceline.optim.rule_settings import AdamSettings, LarsSettings, MuonSettings
 from paceline.optim.scaling_report import Choice, Scaling
 from paceline.optim.settings import OptimSettings
 
+
+class Base(NamedTuple):
+    """Settings of an optimizer that work without tuning.
+
+    Attributes:
+        rate: Peak rate at a batch of `BASE_BATCH`. With a pace, the rate of biases and norms.
+        exponent: The rate is proportional to this power of the batch.
+        most: Largest rate.
+        weight_decay: Weight decay.
+        pace: Pace times the square root of the steps per epoch; 0 without a pace. The pace is the length
+            of a layer's step at the peak rate, relative to the weights.
+        most_pace: Largest pace.
+    """
+
+    rate: float
+    exponent: float
+    most: float
+    weight_decay: float
+    pace: float = 0.0
+    most_pace: float = 0.0
+
+
+BASE_BATCH = 256
+BASES = {
+    "sgd": Base(0.3, 0.5, 1.0, 5e-4),
+    "lars": Base(0.2, 1.0, 4.0, 5e-4, pace=0.7, most_pace=0.4),
+    "muon": Base(0.2, 1.0, 4.0, 5e-4, pace=0.32, most_pace=0.2),
+    "adamw": Base(4e-3, 0.5, 2e-2, 0.05),
+    "lamb": Base(0.03, 0.5, 0.1, 0.02),
+}
+# The optimizer of runs that name none.
+DEFAULT = "muon"
 OF_ADAM = ("adamw", "lamb")
-KNOWN = (*OF_ADAM, "lars", "muon", "sgd")
 # If the user sets any of these settings, the rule keeps Adam.
-_ADAM_SETTINGS = frozenset({"optim.lr", "optim.weight_decay"}) | {
+_ADAM_SETTINGS = frozenset({"optim.weight_decay"}) | {
     f"optim.adam.{key}" for key in ("beta1", "beta2", "eps")
 }
-# A lower rate of Adam, unless it is the default, indicates fine-tuning, for which Muon's steps are too
-# long.
+# A lower rate of Adam indicates fine-tuning, for which Muon's steps are too long.
 LEAST_ADAM_RATE = 1e-4
 # Settings that the rule changes or depends on. The rule keeps values that the user has given.
 SCALED = (
-    "optim.name", "optim.lars.trust_coefficient", "optim.muon.trust_coefficient",
+    "optim.name", "optim.lr", "optim.lars.trust_coefficient", "optim.muon.trust_coefficient",
     "optim.muon.orthogonal", "optim.muon.steps", "optim.momentum", "optim.nesterov",
     *sorted(_ADAM_SETTINGS), "optim.warmup_epochs", "optim.warmup_max_share", "optim.schedule",
     "optim.poly.power", "optim.batch_schedule", "optim.batch_rate", "run.batch_size",
     "run.average_epochs", "run.cutmix", "run.mixup",
 )  # fmt: skip
-# Smallest ratio of the new batch to the known-good batch; smaller ratios have not been measured.
-LEAST_FACTOR = 1 / 4
 # With fewer steps per epoch, SGD with linear scaling loses accuracy (Goyal et al.: 160 on ImageNet).
 SGD_STEPS_PER_EPOCH = 100.0
-# Pace: length of a layer's step at the peak rate, relative to the weights. These constants are the pace
-# times the square root of the steps per epoch.
-PACE = {"muon": 0.32, "lars": 0.7}
-MOST_PACE = {"muon": 0.2, "lars": 0.4}
-# Rate of biases and norms, which have no trust ratio. A recipe for Adam does not determine this rate, so
-# the rule uses the rate in the CIFAR-10 recipe for SGD.
-MOST_RATE = 4.0
-RATE_PER_SAMPLE = 0.2 / 256
 # Muon needs a short warm-up, LARS a third of the run.
 WARMUP_STEPS, MOST_WARMUP_SHARE, LARS_WARMUP_SHARE = 20, 0.2, 0.3
 # Weights are averaged over this fraction of the run if an epoch has few steps.
@@ -69,14 +84,16 @@ LARGEST_AUTOMATIC_GROUP = 256
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe, and the global batch at which it is known to work.
+    """The settings from which the rule starts.
 
     Attributes:
         optim: Section `[optim]` of the recipe, with the user's values.
-        batch: The known-good global batch.
-        optimizer: Name of the optimizer that is known to work at this batch.
-        norm_group: Micro-batch size (the number of samples over which batch norm normalizes) at the
-            known-good batch; None if the recipe does not set it.
+        batch: The batch at which the recipe is known to work; None if there is no such batch.
+        optimizer: The optimizer that is known to work at this batch; empty if there is none, so that the
+            rule chooses the rate.
+        named: True if the recipe or the user names the optimizer.
+        norm_group: Micro-batch size, over which batch norms normalize, at the known-good batch; None if
+            the recipe does not set it.
         average_epochs: Epochs over which the recipe averages weights.
         mixing: Names of the enabled settings that mix images (`run.mixup`, `run.cutmix`).
         kept: Names of settings that the user has given.
@@ -86,8 +103,9 @@ class Recipe:
     """
 
     optim: OptimSettings
-    batch: int
+    batch: int | None
     optimizer: str
+    named: bool = True
     norm_group: int | None = None
     average_epochs: float = 0.0
     mixing: tuple[str, ...] = ()
@@ -98,9 +116,8 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """Peak learning rate at the known-good batch, even if the user gives one for the new batch."""
-        known = self.optim.known_good.lr
-        return OptimSettings.peak_lr(self.optim, self.batch) if known is None else known
+        """Peak rate at the known-good batch."""
+        return OptimSettings.peak_lr(self.optim, self.batch or BASE_BATCH)
 
     @property
     def pace(self) -> float:
@@ -124,19 +141,12 @@ class Target:
         samples: Number of training images.
         epochs: Number of epochs.
         ranks: Number of ranks.
-        first_batch: First global batch of a resumed run, which must not change; None for a new run.
-        grows_at: Epoch at which the batch of a resumed run grows; None for a new run.
-        micro_batch: Micro-batch of a resumed run, which does not depend on the number of ranks; None for
-            a new run.
     """
 
     batch: int
     samples: int
     epochs: int
     ranks: int = 1
-    first_batch: int | None = None
-    grows_at: float | None = None
-    micro_batch: int | None = None
 
     @property
     def steps_per_epoch(self) -> float:
@@ -155,96 +165,60 @@ class Target:
         return few and self.epochs < SHORT_EPOCHS
 
 
+def base_rate(name: str, batch: int) -> float:
+    """Returns the rate of an optimizer at a batch; of LARS and Muon, that of biases and norms."""
+    base = BASES[name]
+    return float(min(base.rate * (batch / BASE_BATCH) ** base.exponent, base.most))
+
+
+def base_pace(name: str, steps_per_epoch: float) -> float:
+    """Returns the pace of LARS or Muon."""
+    base = BASES[name]
+    return min(base.pace / math.sqrt(steps_per_epoch), base.most_pace)
+
+
 def scale_recipe(recipe: Recipe, target: Target) -> Scaling:
     """Derives settings for the batch of the requested run.
 
     Args:
-        recipe: The recipe and its known-good batch.
+        recipe: The settings from which the rule starts. All optimizers are in `BASES`.
         target: Batch and length of the requested run.
 
     Returns:
         The changed settings with their reasons.
-
-    Raises:
-        ConfigError: If the optimizer is unknown, or the batch or length is outside of the rule's range.
     """
-    _check(recipe, target)
-    factor, steps = target.batch / recipe.batch, target.steps_per_epoch
-    headline = (
-        f"batch {recipe.batch:,} → {target.batch:,}, {steps:.3g} steps per epoch, "
-        f"{target.total_steps:,} in all"
+    rule, steps = _Rule(recipe, target), target.steps_per_epoch
+    known = (
+        f"batch {recipe.batch:,} → {target.batch:,}" if recipe.batch else f"batch {target.batch:,}"
     )
+    headline = f"{known}, {steps:.3g} steps per epoch, {target.total_steps:,} in all"
     kept = tuple(sorted(recipe.kept & set(SCALED)))
-    if factor == 1:
-        return Scaling((), headline, kept)
-    rule = _Rule(recipe, target)
     name = rule.optimizer()
-    if name == "sgd":
-        rule.set("optim.lr", rule.rate * factor, "proportional to the batch")
-    elif name in OF_ADAM:
-        rule.scale_adam(name)
-    else:
-        rule.scale_pace(name)
+    if name == recipe.optimizer and rule.factor == 1:
+        return Scaling((), headline, kept)
+    rule.set_rate(name)
     rule.warm_up(name)
     rule.decay(name)
-    group = rule.normalize()
-    if name in GROWN:
-        rule.grow(group)
-    rule.average()
-    rule.unmix()
+    if rule.factor != 1:
+        group = rule.normalize()
+        if name in GROWN:
+            rule.grow(group)
+        rule.average()
+        rule.unmix()
     notes = [f"{name} is kept: {rule.why_adam}"] if rule.why_adam else []
     if rule.grown_steps:
         headline += f" ({rule.grown_steps:,} with a batch that grows)"
-    if target.batch > recipe.batch and steps < SGD_STEPS_PER_EPOCH:
+    if rule.factor > 1 and steps < SGD_STEPS_PER_EPOCH:
         if rule.one_batch and not rule.grown_steps:
             notes.append(f"the batch does not grow: {rule.one_batch}")
         better = "" if name == "muon" or rule.fine_tuning else ", less with muon"
         notes.append(f"expect a loss of accuracy{better} (docs/optimizers.md)")
+    if steps < LEAST_STEPS_PER_EPOCH or target.total_steps < LEAST_STEPS:
+        notes.append(
+            f"not measured with fewer than {LEAST_STEPS_PER_EPOCH:g} steps per epoch or {LEAST_STEPS} in "
+            "all: a smaller batch or more epochs will help"
+        )
     return Scaling(tuple(rule.choices), headline, kept, tuple(notes))
-
-
-def _check(recipe: Recipe, target: Target) -> None:
-    """Raises ConfigError if the recipe cannot be scaled to the requested run."""
-    for name in (recipe.optimizer, recipe.optim.name):
-        if name not in KNOWN:
-            raise ConfigError(
-                "optim.scaling", "auto", f"is not supported with the optimizer {name!r}",
-                f"{nearest(name, KNOWN)}; or use optim.scaling = 'off' and set optim.lr",
-            )  # fmt: skip
-    known, name = recipe.optimizer, recipe.optim.name
-    to_adam = name in OF_ADAM and known not in OF_ADAM
-    from_adam = known in OF_ADAM and name in ("sgd", "lars")
-    # In a recipe for LARS or Muon, only biases and norms use the rate directly.
-    to_sgd = name == "sgd" and known in ("lars", "muon")
-    if to_adam or from_adam or to_sgd:
-        raise ConfigError(
-            "optim.name", name, f"optim.scaling cannot derive its rate from a recipe for {known}",
-            f"use a recipe for {name}, or optim.scaling = 'off'",
-        )  # fmt: skip
-    if known in OF_ADAM and name == "muon" and target.batch <= recipe.batch:
-        raise ConfigError(
-            "optim.name", name,
-            f"optim.scaling can replace {known} by it only for batches above {recipe.batch}",
-            f"use --opt {known}, or a larger batch",
-        )  # fmt: skip
-    steps, total = target.steps_per_epoch, target.total_steps
-    if steps < LEAST_STEPS_PER_EPOCH or total < LEAST_STEPS:
-        epochs = math.ceil(LEAST_STEPS * target.batch / target.samples)
-        remedy = f"a batch of at most {largest_batch_in_range(target.samples, target.epochs)}"
-        if steps >= LEAST_STEPS_PER_EPOCH:
-            remedy += f", or {epochs} epochs"
-        raise ConfigError(
-            "run.global_batch_size", target.batch,
-            f"gives {steps:.3g} steps per epoch and {total} in all; optim.scaling = 'auto' needs "
-            f"{LEAST_STEPS_PER_EPOCH:g} and {LEAST_STEPS}",
-            f"use {remedy}; or optim.scaling = 'off'",
-        )  # fmt: skip
-    if target.batch < recipe.batch * LEAST_FACTOR:
-        raise ConfigError(
-            "run.global_batch_size", target.batch,
-            f"is less than a quarter of the known-good batch {recipe.batch}",
-            "use optim.scaling = 'off', or a recipe for a smaller batch",
-        )  # fmt: skip
 
 
 def _given_value(optim: OptimSettings, name: str) -> Any:
@@ -260,8 +234,7 @@ class _Rule:
 
     def __init__(self, recipe: Recipe, target: Target) -> None:
         self.recipe, self.target = recipe, target
-        self.factor = target.batch / recipe.batch
-        self.rate = recipe.rate
+        self.factor = target.batch / (recipe.batch or BASE_BATCH)
         self.choices: list[Choice] = []
         self.grown_steps, self.one_batch = 0, ""
         self.why_adam, self.fine_tuning = "", self._why_fine_tuning()
@@ -278,10 +251,12 @@ class _Rule:
     def optimizer(self) -> str:
         """Chooses Muon if an epoch has few steps, unless Adam must be kept. Returns the name."""
         given, kept = self.recipe.optim.name, self.recipe.kept
+        if not self.recipe.named:
+            return str(self.set("optim.name", DEFAULT, "the default"))
         few = self.target.steps_per_epoch < SGD_STEPS_PER_EPOCH and self.factor > 1
-        if given == "muon" or not few:
+        if given == "muon" or not few or "optim.name" in kept:
             return given
-        if given in OF_ADAM and "optim.name" not in kept:
+        if given in OF_ADAM:
             self.why_adam = self._why_adam()
             if self.why_adam:
                 return given
@@ -306,50 +281,65 @@ class _Rule:
             return "the run begins with given weights"
         if optim.layer_decay < 1:
             return "optim.layer_decay is for fine-tuning"
-        unset = optim.lr is None and optim.known_good.lr is None and optim.has_default_base
-        if self.rate < LEAST_ADAM_RATE and not unset:
-            return f"a rate of {self.rate:.3g} is for fine-tuning"
+        if self.recipe.optimizer in OF_ADAM and self.recipe.rate < LEAST_ADAM_RATE:
+            return f"a rate of {self.recipe.rate:.3g} is for fine-tuning"
         return ""
 
-    def scale_adam(self, name: str) -> None:
-        """Scales learning rate, β₂, eps and weight decay of AdamW or LAMB."""
+    def set_rate(self, name: str) -> None:
+        """Chooses the rate and what belongs to it."""
+        base, batch, own = BASES[name], self.target.batch, name == self.recipe.optimizer
+        if name in OF_ADAM:
+            self.scale_averages(name)
+        if own:
+            root = name in OF_ADAM
+            rate = self.recipe.rate * self.factor ** (0.5 if root else 1.0)
+            reason = "root of the batch factor" if root else "proportional to the batch"
+            if base.pace:
+                rate = min(rate, max(base.most, self.recipe.rate))
+        else:
+            rate, reason = base_rate(name, batch), f"the rate of {name} at this batch"
+            if not (self.recipe.named and self.recipe.optimizer == "sgd"):
+                self.set("optim.weight_decay", base.weight_decay, f"the decay of {name}")
+        if base.pace:
+            self.set_pace(name, rate)
+        else:
+            self.set("optim.lr", rate, reason)
+
+    def scale_averages(self, name: str) -> None:
+        """Scales β₂, eps and weight decay of AdamW or LAMB."""
         root, optim = math.sqrt(self.factor), self.recipe.optim
-        self.set("optim.lr", self.rate * root, "root of the batch factor")
         own = optim.chosen(name)
         assert isinstance(own, AdamSettings)
         beta2 = max(min(LEAST_BETA2, own.beta2), 1 - self.factor * (1 - own.beta2))
-        self.set("optim.adam.beta2", beta2, "averages over the same number of samples")
+        if self.factor > 1:
+            self.set("optim.adam.beta2", beta2, "averages over the same number of samples")
+        if name != self.recipe.optimizer:
+            return
         self.set("optim.adam.eps", own.eps / root, "root of the batch factor")
         if name == "adamw" and optim.weight_decay:
             decay = optim.weight_decay * root
             self.set("optim.weight_decay", decay, "keeps rate · decay per epoch")
 
-    def scale_pace(self, name: str) -> None:
-        """Scales LARS or Muon: learning rate · η / (1 − m) grows with the root of the batch."""
+    def set_pace(self, name: str, rate: float) -> None:
+        """Chooses rate and η of LARS or Muon from the pace, rate · η / (1 − m)."""
         optim, steps = self.recipe.optim, self.target.steps_per_epoch
+        own = optim.of("muon", MuonSettings)
         if name == "muon" and optim.momentum:
             self.set("optim.nesterov", True, "as measured")
         if name == "muon" and self.recipe.optimizer != name:
             self.set("optim.muon.orthogonal", "auto", "all matrices in nets of linear layers")
-        own = optim.of("muon", MuonSettings)
-        if name == "muon" and self.factor > 1 and own.steps == "relative":
+        longer = self.factor > 1 or self.recipe.optimizer != name
+        if name == "muon" and longer and own.steps == "relative":
             self.set("optim.muon.steps", "auto", "fixed length if some matrix has no norm layer")
         if self.recipe.optimizer == name:
             pace, why = self.recipe.pace * math.sqrt(self.factor), "root of the batch factor"
+            pace = min(pace, max(BASES[name].most_pace, self.recipe.pace))
         else:
-            pace, why = PACE[name] / math.sqrt(steps), f"{PACE[name]} / √(steps per epoch)"
-        if pace > MOST_PACE[name]:
-            pace, why = MOST_PACE[name], "the largest that was measured"
-        from_adam = self.recipe.optimizer in OF_ADAM
-        known = RATE_PER_SAMPLE * self.recipe.batch if from_adam else self.rate
-        linear, most = known * self.factor, MOST_RATE if from_adam else max(MOST_RATE, known)
-        reason = f"of biases and norms: proportional to the batch, at most {most:g}"
-        rate = self.set("optim.lr", min(linear, most), reason)
+            pace = base_pace(name, steps)
+            why = f"{BASES[name].pace:g} / √(steps per epoch), at most {BASES[name].most_pace:g}"
+        rate = self.set("optim.lr", rate, "of biases and norms")
         eta = pace * (1 - optim.momentum) / rate
         self.set(f"optim.{name}.trust_coefficient", eta, f"a pace of {pace:.3g}: {why}")
-        if from_adam and optim.weight_decay:
-            decay = self.factor * self.rate * optim.weight_decay / rate
-            self.set("optim.weight_decay", decay, "keeps rate · decay per epoch")
 
     def warm_up(self, name: str) -> None:
         """Chooses the warm-up: 30 % of the run for LARS, otherwise at least 20 steps.
@@ -375,7 +365,8 @@ class _Rule:
         """Replaces cosine by linear decay for Muon, because cosine hardly lowers the rate at first."""
         is_cosine = self.recipe.optim.schedule == "cosine"
         given = "optim.schedule" in self.recipe.kept
-        if name == "muon" and self.factor > 1 and is_cosine and not given:
+        changes = self.factor > 1 or self.recipe.optimizer != name
+        if name == "muon" and changes and is_cosine and not given:
             self.set("optim.schedule", "poly", "linear decay")
             self.set("optim.poly.power", 1.0, "linear")
 
@@ -392,31 +383,22 @@ class _Rule:
         This number, called the batch-norm group, must divide the batch of a rank.
 
         Returns:
-            The size of the batch-norm group; None if neither recipe nor user give one.
-
-        Raises:
-            ConfigError: If the group is smaller than a quarter of the recipe's group.
+            The size of the batch-norm group; None if the micro-batch is chosen as without the rule.
         """
         if "run.batch_size" in self.recipe.kept:
             return self.recipe.norm_group
-        wanted = self.recipe.norm_group or min(self.recipe.batch, LARGEST_AUTOMATIC_GROUP)
-        batch, ranks = math.gcd(self.target.batch, self.target.first_batch or 0), self.target.ranks
-        if kept := self.target.micro_batch:
-            self.set("run.batch_size", kept, "as at the start of this run")
-            return kept
+        most = min(self.recipe.batch or BASE_BATCH, LARGEST_AUTOMATIC_GROUP)
+        wanted = self.recipe.norm_group or most
+        batch, ranks = self.target.batch, self.target.ranks
         rank_batch = -(-batch // ranks)
         group = largest_micro_batch(batch, ranks, wanted)
         if 4 * group < min(wanted, rank_batch):
-            raise ConfigError(
-                "run.global_batch_size", self.target.batch,
-                f"gives batch-norm groups of {group} samples, but the recipe has {wanted}: no size near "
-                f"{wanted} divides the {rank_batch} samples of a rank",
-                "use a batch with more divisors, or give --batch-size",
-            )  # fmt: skip
+            return None
         reason = "batch-norm group of the recipe"
         if group != wanted:
-            reason = f"divides the {rank_batch} samples of a rank; the recipe has {wanted}"
-        self.set("run.batch_size", group, reason)
+            reason = f"divides the {rank_batch} samples of a rank, near {wanted}"
+        if self.recipe.batch is not None:
+            self.set("run.batch_size", group, reason)
         return group
 
     def grow(self, group: int | None) -> None:
@@ -425,8 +407,8 @@ class _Rule:
         Learning rate · η / (1 − m) is scaled by the root of the batch.
         """
         recipe, target = self.recipe, self.target
-        kept = {"optim.batch_schedule", "optim.batch_rate", "optim.lr"} & recipe.kept
-        batch, first = target.batch, target.first_batch or self._first_batch(group)
+        kept = {"optim.batch_schedule", "optim.batch_rate"} & recipe.kept
+        batch, first = target.batch, self._first_batch(group)
         if kept or first == batch:
             return
         if recipe.one_batch:
@@ -434,9 +416,9 @@ class _Rule:
             return
         rate = next(choice for choice in self.choices if choice.name == "optim.lr")
         self.choices.remove(rate)
-        epoch = GROWTH_SHARE * target.epochs if target.grows_at is None else target.grows_at
-        before = min(epoch, target.epochs) * target.samples
-        self.grown_steps = round(before / first + (target.samples * target.epochs - before) / batch)
+        epoch = GROWTH_SHARE * target.epochs
+        before = epoch * target.samples
+        self.grown_steps = round(before / first + before / batch)
         root = math.sqrt(first / batch)
         self.set("optim.lr", rate.value * root, f"{rate.reason}, times {root:.3g} at first")
         self.set("run.global_batch_size", first, "more steps per epoch at first")
@@ -455,7 +437,10 @@ class _Rule:
         if group is None or self.factor <= 1 or not (few and decays):
             return batch
         unit = group * self.target.ranks
-        units = max(math.ceil(batch / GROWTH / unit - 0.5), math.ceil(self.recipe.batch / unit))
+        units = max(
+            math.ceil(batch / GROWTH / unit - 0.5),
+            math.ceil((self.recipe.batch or BASE_BATCH) / unit),
+        )
         return units * unit if 2 * units * unit <= batch else batch
 
     def average(self) -> None:

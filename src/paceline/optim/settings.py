@@ -25,17 +25,20 @@ SCALINGS = ("off", "auto")
 
 @dataclass(frozen=True)
 class KnownGood:
-    """Values of the recipe that the command line has replaced; `optim.scaling` starts from them.
+    """Facts about the origin of the settings, from which the scaling rule starts.
 
     Attributes:
-        optimizer: Optimizer of the recipe; empty if the run uses the same optimizer.
-        lr: The recipe's peak rate at the known-good batch, if the command line sets another rate.
-        momentum: The recipe's momentum, if the command line sets another momentum.
-        keeps: Names of settings given on the command line, which `optim.scaling` does not change.
+        batch: Global batch of the recipe.
+        optimizer: Optimizer whose rate the recipe has; None if the run uses the same optimizer, empty
+            if there is no rate, so that the rule chooses it.
+        named: True if the recipe or the user names the optimizer.
+        momentum: The recipe's momentum; None if the run uses the same momentum.
+        keeps: Names of settings that the user has given and the rule does not change.
     """
 
-    optimizer: str = ""
-    lr: float | None = None
+    batch: int | None = None
+    optimizer: str | None = None
+    named: bool = True
     momentum: float | None = None
     keeps: tuple[str, ...] = ()
 
@@ -56,16 +59,16 @@ class OptimSettings(Section):
     as TOML: `{betas = [0.9, 0.95]}`.
     """
     lr: float | None = None
-    """Peak learning rate. If unset: `lr_base` · global batch / `lr_base_batch` (linear scaling)."""
+    """Peak learning rate. If unset: the rate of the rule (`scaling`), or `lr_base` · global batch /
+    `lr_base_batch` (linear scaling)."""
     lr_base: float = 0.1
     """Peak learning rate at a global batch of `lr_base_batch`. The default is 0.00025 with `adamw` and
     0.000625 with `lamb`."""
     lr_base_batch: int = 256
     """Global batch that `lr_base` refers to."""
-    scaling: str = "off"
-    """`auto` derives optimizer, learning rate, warm-up and other settings from a recipe that works at
-    `known_good_batch`; `off` changes no setting.
-    """
+    scaling: str = "auto"
+    """`auto` chooses optimizer and rate, and what belongs to them, if no rate is given or the batch is
+    not the recipe's, unless you give a rate; `off` changes no setting."""
     known_good_batch: int | None = None
     """Global batch at which the recipe works, for `scaling`. If unset: the recipe's
     `run.global_batch_size`.
@@ -109,12 +112,27 @@ class OptimSettings(Section):
     """Implementation of the update: `triton`, `foreach`, or `auto` (Triton on a GPU if it is
     installed)."""
 
-    known_good: KnownGood = field(default=KnownGood(), kw_only=True, metadata=NO_SETTING)
+    known_good: KnownGood = field(
+        default=KnownGood(), kw_only=True, hash=False, compare=False, metadata=NO_SETTING
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check(self)
         check_exclusions((*EXCLUSIONS, *self.exclusions()), optim=self)
+
+    @property
+    def known_batch(self) -> int | None:
+        """Global batch at which the recipe works; None if there is no such batch."""
+        return self.known_good_batch or self.known_good.batch
+
+    @property
+    def follows_rule(self) -> bool:
+        """True if the scaling rule may change the settings; this depends on the batch, too."""
+        given = self.known_good
+        known = self.known_batch is not None or given.optimizer == ""
+        has_rate = any(name.startswith("optim.lr") for name in given.keeps)
+        return self.scaling == "auto" and known and not has_rate and not self.batch_schedule
 
     @property
     def is_class(self) -> bool:
@@ -210,10 +228,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "optim.nesterov", one_of(True), {"optim.momentum": one_of(0)},
         "needs momentum", "set optim.momentum = 0.9",
-    ),
-    Exclusion(
-        "optim.batch_schedule", not_in(""), {"optim.scaling": one_of("auto")},
-        "optim.scaling = 'auto' chooses the batches", "leave one of them out",
     ),
     Exclusion(
         "optim.step.epochs", lambda epochs: len(set(epochs)) < len(epochs),

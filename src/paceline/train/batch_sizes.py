@@ -105,20 +105,19 @@ def requested_batch(
 ) -> tuple[int | None, int | None, int]:
     """Returns global batch, micro-batch and number of ranks, as arguments of `resolve_batch_sizes`.
 
-    The micro-batch is None if `optim.scaling` chooses it. A resumed run keeps the sizes with which it
-    started, unless the settings contain other sizes. So the sizes do not depend on the number of ranks
-    of the resumed run.
+    The micro-batch is None if the scaling rule chooses it. A resumed run keeps the sizes with which it
+    started, unless the settings contain others, so that they do not depend on the number of ranks.
     """
-    scaled = config.optim.scaling == "auto"
-    first = config.optim.batch_growth.first_batch(config.run.global_batch_size)
-    micro = config.run.batch_size
-    if scaled and "run.batch_size" not in config.optim.known_good.keeps:
+    optim, micro = config.optim, config.run.batch_size
+    first = optim.batch_growth.first_batch(config.run.global_batch_size)
+    scaled = optim.follows_rule and first is not None and optim.known_batch not in (None, first)
+    if scaled and "run.batch_size" not in optim.known_good.keeps:
         micro = None
     elif resumed is not None and micro is None:
         micro = resumed.sampler.get("micro_batch")
     if resumed is not None and first is None:
         start = resumed.sampler["global_batch"]
-        first = int(resumed.sampler.get("last_batch", start) if scaled else start)
+        first = int(resumed.sampler.get("last_batch", start) if optim.follows_rule else start)
     return first, micro, ranks
 
 

@@ -95,7 +95,7 @@ def build(
         )  # fmt: skip
         resolved = resolve(config, facts)
         if (
-            (resolved.scaling or pending)
+            (config.optim.follows_rule or pending)
             and checkpoint is not None
             and folder.resume_from is not None
         ):
@@ -158,7 +158,7 @@ def _assemble(
     )  # fmt: skip
     training.chosen = describe_run(
         training, inputs, components, checkpoint, parts, threads=threads,
-        scaling=resolved.scaling, model_notes=model_notes, pretrained=pretrained,
+        scaling=resolved.scaling, hint=resolved.hint, model_notes=model_notes, pretrained=pretrained,
     )  # fmt: skip
     training.keeps_final_state = isinstance(components.model, nn.Module)
     if components.callbacks:

@@ -197,7 +197,7 @@ def read_checkpoint(
     def parse() -> Checkpoint:
         parsed = Checkpoint.from_bytes(sent, path)
         # Settings that the scaling rule or the recipe chooses are not known yet.
-        if config.optim.scaling == "off" and config.run.pending is None:
+        if not config.optim.follows_rule and config.run.pending is None:
             check_pinned(parsed, config, path)
         return parsed
 

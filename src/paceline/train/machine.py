@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import resource
 import shlex
 import sys
 from collections.abc import Iterator
@@ -133,6 +134,13 @@ def hardware(device: torch.device) -> dict[str, str]:
         known["gpus"] = str(torch.cuda.device_count())
         known["gpu_connections"] = connections()
     return known
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this process: reserved GPU memory, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KiB on Linux
 
 
 def _cpu_name() -> str:

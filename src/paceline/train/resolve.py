@@ -15,7 +15,16 @@ from paceline.core.settings import flatten
 from paceline.core.units import plural
 from paceline.data import BatchPlan
 from paceline.optim.batch_growth import BatchGrowth, nearest_multiples
-from paceline.optim.scaling import Recipe, Target, scale_recipe
+from paceline.optim.rule_settings import LarsSettings, MuonSettings
+from paceline.optim.scaling import (
+    BASES,
+    SCALED,
+    Recipe,
+    Target,
+    base_pace,
+    base_rate,
+    scale_recipe,
+)
 from paceline.optim.schedules import LrSchedule
 from paceline.optim.settings import OptimSettings
 from paceline.train.batch_sizes import (
@@ -28,6 +37,9 @@ from paceline.train.checkpoint import Checkpoint
 from paceline.train.components import Components
 from paceline.train.micro_step import source_class
 from paceline.train.strategy import strategy_class
+
+# Rates that differ by more than this factor from the rule's get a hint.
+FAR = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +73,8 @@ class Resolved:
         batches: Samples and steps of the whole run, including all stages of a growing batch.
         peak_lr: Peak learning rate of the schedule.
         schedule: Learning rate and momentum of each step, including the warm-up.
-        scaling: Description of what `optim.scaling` chose; empty if it is off.
+        scaling: Description of what `optim.scaling` chose; empty if it chose nothing.
+        hint: A hint on a rate that is far from the rule's; empty if there is none.
     """
 
     config: RunConfig
@@ -71,6 +84,7 @@ class Resolved:
     peak_lr: float
     schedule: LrSchedule
     scaling: str = ""
+    hint: str = ""
 
 
 def resolve(config: RunConfig, facts: Facts) -> Resolved:
@@ -106,6 +120,7 @@ def resolve(config: RunConfig, facts: Facts) -> Resolved:
     return Resolved(
         config=config, written=written, sizes=sizes, batches=batches, peak_lr=peak,
         schedule=create_schedule(config.optim, peak, batches), scaling=scaling,
+        hint=_rate_hint(config.optim, sizes.global_batch, facts.samples / sizes.global_batch),
     )  # fmt: skip
 
 
@@ -203,51 +218,70 @@ def without_exchange(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def _scaled(config: RunConfig, facts: Facts, ranks: int) -> tuple[RunConfig, str]:
-    """Applies `optim.scaling`; returns the changed settings and a description of the changes.
+    """Applies the scaling rule; returns the scaled settings and a description of the choices.
 
-    In the returned settings, scaling is off, so that a run from `config.toml` uses the same values. A
-    resumed run keeps the batch size with which it started.
+    In the returned settings, scaling is off, so that `config.toml` repeats the run. A resumed run keeps
+    its settings.
     """
-    optim, samples, resumed = config.optim, facts.samples, facts.checkpoint
-    if optim.scaling == "off":
+    optim, samples, known = config.optim, facts.samples, config.optim.known_good
+    if not optim.follows_rule or optim.name not in BASES or facts.program.optimizer is not None:
         return config, ""
-    known = optim.known_good_batch
-    if known is None:
-        raise ConfigError(
-            "optim.known_good_batch", None,
-            "is not known: optim.scaling = 'auto' needs the batch at which the recipe works",
-            "set it, or run.global_batch_size in the recipe",
-        )  # fmt: skip
-    sizes = resolve_batch_sizes(*requested_batch(config, ranks, resumed), samples=samples)
+    # The rates of the rule are for training from scratch.
+    if known.optimizer == "" and (config.run.pretrained or optim.layer_decay < 1):
+        return config, ""
+    sizes = resolve_batch_sizes(*requested_batch(config, ranks, facts.checkpoint), samples=samples)
     strategy = strategy_class(config)
-    before = flatten(resumed.config) if resumed else {}
     recipe = Recipe(
-        optim, known, optim.known_good.optimizer or optim.name, config.run.batch_size,
-        config.run.average_epochs, kept=frozenset(optim.known_good.keeps),
+        optim, optim.known_batch, optim.name if known.optimizer is None else known.optimizer,
+        known.named, config.run.batch_size, config.run.average_epochs, kept=frozenset(known.keeps),
         mixing=tuple(f"run.{name}" for name in ("mixup", "cutmix") if getattr(config.run, name)),
         averages=strategy.same_weights, one_batch=strategy.one_batch,
-        # This run or the resumed one started from pretrained weights.
-        pretrained=bool(config.run.pretrained or before.get("run.pretrained")),
+        pretrained=bool(config.run.pretrained),
     )  # fmt: skip
     target = Target(sizes.global_batch, samples, config.run.epochs, ranks)
-    scaling = scale_recipe(recipe, target if resumed is None else _as_before(target, resumed))
+    scaling = scale_recipe(recipe, target)
+    if not scaling.choices:
+        return config, ""
     values = {"run.global_batch_size": sizes.global_batch, **scaling.values}
+    described = scaling.describe()
+    if facts.checkpoint is not None and _last_batch(facts.checkpoint) == sizes.global_batch:
+        values, described = _as_before(config, facts.checkpoint), ""
     # The result is a new recipe, whose known good batch is its own batch.
     applied: dict[str, object] = {"optim.scaling": "off", "optim.known_good_batch": None}
-    return config.with_values(values | applied), scaling.describe()
+    return config.with_values(values | applied), described
 
 
-def _as_before(target: Target, resumed: Checkpoint) -> Target:
-    """Returns `target` with the batch sizes by epoch of the resumed run, if both end with the same batch.
-
-    Otherwise `target` is unchanged, and a later check refuses the resume.
-    """
+def _last_batch(resumed: Checkpoint) -> int:
+    """Returns the global batch with which the resumed run ends."""
     stages = BatchGrowth.parse(flatten(resumed.config).get("optim.batch_schedule", "")).stages
-    first = int(resumed.sampler["global_batch"])
-    last = stages[-1][1] if stages else first
-    if last != target.batch:
-        return target
-    return replace(
-        target, first_batch=first, grows_at=stages[0][0] if stages else None,
-        micro_batch=resumed.sampler.get("micro_batch"),
-    )  # fmt: skip
+    return stages[-1][1] if stages else int(resumed.sampler["global_batch"])
+
+
+def _as_before(config: RunConfig, resumed: Checkpoint) -> dict[str, object]:
+    """Returns the settings of a resumed run that the scaling rule would choose for a new run."""
+    before = flatten(resumed.config)
+    names = set(SCALED) - set(config.optim.known_good.keeps)
+    values = {name: before[name] for name in names if name in before}
+    values["run.global_batch_size"] = int(resumed.sampler["global_batch"])
+    values["run.batch_size"] = config.run.batch_size or resumed.sampler.get("micro_batch")
+    return values
+
+
+def _rate_hint(optim: OptimSettings, batch: int, steps_per_epoch: float) -> str:
+    """Returns a hint if the user's rate is far from the rule's; empty otherwise."""
+    given = "optim.lr" in optim.known_good.keeps or "optim.lr_base" in optim.known_good.keeps
+    if not given or optim.name not in BASES:
+        return ""
+    own, rate = optim.own_optimizer, optim.peak_lr(batch)
+    usual, shown = base_rate(optim.name, batch), f"lr {rate:.3g}"
+    if isinstance(own, LarsSettings | MuonSettings):
+        usual = base_pace(optim.name, steps_per_epoch)
+        rate *= own.trust_coefficient / (1 - optim.momentum)
+        shown += f", a pace of {rate:.3g},"
+    if usual / FAR <= rate <= usual * FAR:
+        return ""
+    much = f"{rate / usual:,.0f} times" if rate > usual else f"1/{usual / rate:,.0f} of"
+    return (
+        f"{shown} is {much} the rule's {usual:.3g} for {optim.name} at batch {batch:,}; leave it out "
+        "to use the rule's"
+    )

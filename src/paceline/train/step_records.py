@@ -28,10 +28,15 @@ from paceline.core.events import (
     StepEvent,
 )
 from paceline.core.host import HostLoad, describe_overload
+from paceline.core.units import format_bytes, format_duration
 from paceline.plan.noise import NoiseEstimate, NoiseScale
+from paceline.train.machine import peak_memory_bytes
 from paceline.train.step import StepOutcome
 from paceline.train.strategy import strategy_fields
 from paceline.train.training import Training
+
+# The expected time is displayed after this number of steps, unless less than this time is left.
+OUTLOOK_STEPS, LEAST_OUTLOOK_S = 10, 20.0
 
 
 class StepRecords:
@@ -47,6 +52,7 @@ class StepRecords:
         notes = self._rank_times is None or group.topology.local_rank == 0
         self._load, self._overload_noted = HostLoad(), not notes
         self._noise = NoiseScale(*training.progress.noise)
+        self._first_steps_s: list[float] = []
 
     def add(self, outcome: StepOutcome, train_s: float) -> None:
         """Records a completed step.
@@ -91,6 +97,7 @@ class StepRecords:
             fields=strategy_fields(strategy, "record", strategy.record(outcome), StepEvent.names()),
         )
         t.emit(event)
+        self._note_outlook(outcome.step_s)
         if self._rank_times is not None:
             self._rank_times.note(event)
 
@@ -121,6 +128,19 @@ class StepRecords:
                 self._noise.signal, self._noise.variance, self._noise.weight,
             ]  # fmt: skip
         return estimate
+
+    def _note_outlook(self, step_s: float) -> None:
+        """Emits a note with the expected time and the memory, once, unless the run ends soon."""
+        t, first_s = self._t, self._first_steps_s
+        if len(first_s) == OUTLOOK_STEPS or not t.is_main:
+            return
+        first_s.append(step_s)
+        left = t.plan.total_samples - t.progress.images
+        left_s = median(first_s[-OUTLOOK_STEPS // 2 :]) * left / t.plan.global_batch
+        if len(first_s) == OUTLOOK_STEPS and left_s >= LEAST_OUTLOOK_S:
+            memory = format_bytes(peak_memory_bytes(t.group.device))
+            text = f"{format_duration(left_s)} of training left, without evaluations"
+            t.emit(NoteEvent(f"expected: {text}; memory {memory} per rank"))
 
     def _note_fallback(self) -> None:
         """Emits a note, once, if CUDA graphs are not used although the settings ask for them."""

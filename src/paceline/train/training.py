@@ -196,6 +196,7 @@ def describe_run(
     *,
     threads: str,
     scaling: str,
+    hint: str,
     model_notes: list[str],
     pretrained: list[str],
 ) -> dict[str, str]:
@@ -209,6 +210,7 @@ def describe_run(
         parts: The parts of the training step.
         threads: Description of the number of threads.
         scaling: Description of the choices of `optim.scaling`.
+        hint: A hint on the learning rate.
         model_notes: Notes on the model.
         pretrained: Notes on the pretrained weights.
 
@@ -236,6 +238,7 @@ def describe_run(
         "batch": training.sizes.describe(plan.world_size),
         "no effect": describe_idle(config, plan.world_size),
         "peak_lr": f"{training.state.peak_lr:g}",
+        "hint": hint,
         "scaling": scaling,
         **step.source.describe(),
         "batch norm": "evaluation with the statistics of the last micro-batches" * last_norms,

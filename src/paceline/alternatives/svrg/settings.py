@@ -32,7 +32,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         )
         for name, wanted in (
             ("momentum", 0.0), ("nesterov", False), ("clip_norm", 0.0), ("batch_schedule", ""),
-            ("scaling", "off"),
         )
     ),
     Exclusion(
