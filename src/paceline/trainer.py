@@ -320,7 +320,7 @@ def _plain(value: Any) -> Any:
 def _take(
     values: dict[str, Any], components: dict[str, Any], setting: str, component: str, given: Any
 ) -> None:
-    """Stores a name in `values`; stores an object in `components`, and its name in `values`."""
+    """Puts an argument of `Trainer` into `values` if it is a name, else also into `components`."""
     if given is None:
         return
     if isinstance(given, str):

@@ -182,7 +182,7 @@ class _Library:
             raise CudnnError(f"{self._c.cudnnGetErrorString(status).decode()}: {text}")
 
     def handle(self, device: torch.device) -> c_void_p:
-        """Returns the handle of `device`, and sets it to the device's current stream in torch.
+        """Returns the cuDNN handle of `device`, on which kernels run in torch's current CUDA stream.
 
         `device` must be torch's current device.
         """

@@ -51,7 +51,7 @@ class _Reports:
 
 
 class Unwatched:
-    """Stands in for `LauncherWatch` in processes that no launcher has started."""
+    """Replaces `LauncherWatch` in processes that no launcher has started."""
 
     def __init__(self) -> None:
         _Reports.shown = False  # each command reports once

@@ -126,7 +126,7 @@ def launch(
 def start_rank(
     arguments: Sequence[str], own: Mapping[str, str], rank: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a rank in a session of its own, so that Ctrl-C reaches the launcher only.
+    """Starts a rank in a separate session, so that Ctrl-C reaches the launcher only.
 
     With -P, as with the command `paceline`, Python imports nothing from the current directory, which may
     be a foreign run folder. `import_object` adds it for modules that the user names.

@@ -82,7 +82,7 @@ class Supervisor:
     """Starts and watches the ranks of one node. The context runs or connects to the TCPStore.
 
     Args:
-        start: Starts a rank with these additional environment variables, in a session of its own.
+        start: Starts a rank with these additional environment variables, in a separate session.
         node: Number of ranks and nodes, and which node this is.
         min_ranks: If above 0, survivors of a lost rank continue.
         max_restarts: The maximum number of restarts of all ranks after a failure.

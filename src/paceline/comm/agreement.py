@@ -341,7 +341,7 @@ class Agreement:
     def interrupt(self, error: PacelineError) -> None:
         """Makes all ranks raise `error` at the end of the current phase and of the next one.
 
-        Another thread may call this, on a connection of its own, while this rank waits at the end of a
+        Another thread may call this, on a separate connection, while this rank waits at the end of a
         phase.
         """
         verdict = Report.of(self._topology.rank, error).to_text()

@@ -4,7 +4,7 @@
 checkpoint, those that an earlier run on the same hosts has measured, or those that a probe measures now.
 They are equal on all ranks. The choice itself is a pure function (`plan.size_choice`).
 
-The probe uses process groups of its own and draws no random numbers. All decisions depend on averages
+The probe uses separate process groups and draws no random numbers. All decisions depend on averages
 over all ranks, so every rank runs the same all-reduces in the same order.
 """
 

@@ -154,7 +154,7 @@ class Generations:
         everybody = tuple(range(topology.world_size))
         self.current = Generation(0, everybody, topology, store)
         self._log = LossLog(_without_prefix(store))
-        # The listener waits on a connection of its own.
+        # The listener waits on a separate connection.
         self._connection = GroupSockets()
         with self._connection.recorded():
             self._heard_store: Store = store.clone()  # type: ignore[attr-defined] # not in torch's stubs

@@ -157,7 +157,7 @@ class Group(Collectives):
         return None if generations is None else generations.current
 
     def describe_losses(self) -> str:
-        """Returns the causes of all losses of ranks so far."""
+        """Describes why each lost rank was lost, such as `rank 3 was ended by SIGKILL`."""
         assert self._members is not None
         assert self._members.generations is not None
         return self._members.generations.describe_losses()
@@ -183,7 +183,7 @@ class Group(Collectives):
         abandoned may still write into its old buffers.
 
         Raises:
-            PeerError: If the survivors cannot continue, or another rank is lost meanwhile.
+            PeerError: If the survivors cannot continue, or another rank is lost at that time.
         """
         members, watchdog = self._members, self._watchdog
         assert members is not None

@@ -297,5 +297,5 @@ class Attendance:
         return f"{self._key}/ranks/{block}"
 
     def _complete(self, block: int) -> int:
-        """Returns the value of the counter of the ranks in `block` once they have all arrived."""
+        """Returns the bit mask in the counter of `block` once all its ranks have joined."""
         return (1 << min(_BLOCK, self._size - block * _BLOCK)) - 1

@@ -33,7 +33,7 @@ class LossLog:
 
     Args:
         store: The store of the launcher, without a prefix. `wait` blocks a connection: a thread that
-            calls it needs a log of its own (`own_connection`).
+            calls it needs a separate log (`own_connection`).
     """
 
     def __init__(self, store: Store) -> None:

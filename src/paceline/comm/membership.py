@@ -105,7 +105,7 @@ class Membership:
     def connect(self, device: torch.device) -> None:
         """Creates the default process group of torch.distributed."""
         with self.recorded():
-            # The end of an own connection to the store ends the wait for a rank that is lost meanwhile.
+            # The end of a separate connection to the store ends the wait for a rank that is lost then.
             store = self._store if self.generations is None else self._store.clone()  # type: ignore[attr-defined]
             init_default_group(
                 self._backend, store, self.topology, self._wait_s, device, self.connect_s

@@ -272,7 +272,7 @@ def hold_back(numbers: Iterable[signal.Signals]) -> None:
 
 
 def release(numbers: Iterable[signal.Signals]) -> set[signal.Signals]:
-    """Unblocks signals; returns the signals that `hold_back` had blocked."""
+    """Unblocks those of `numbers` that `hold_back` has blocked, and returns them."""
     blocked = _held & set(numbers)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     _held.difference_update(blocked)

@@ -280,7 +280,7 @@ class Muon(MasterOptimizer):
 
     v is an average, so momentum does not multiply the rate. For steps as long as in LARS, η must be
     1/(1−m) times as large. With a zero gradient only the decay applies, at λ = 1, and v keeps decaying.
-    The finite check applies to v.
+    A step is skipped if v is not finite.
 
     Steps that are long relative to w make w grow. If a norm layer follows, this growth has no effect.
     Otherwise the growth is unbounded. With `fixed_steps=True` in an orthogonal group, steps have a

@@ -15,7 +15,7 @@ STEPS = ("relative", "fixed", "auto")
 
 @dataclass(frozen=True)
 class SgdSettings(OptimizerSettings):
-    """Properties of SGD, which has no settings of its own."""
+    """Properties of SGD, which has no further settings."""
 
     CREATE: ClassVar[str] = "optim.lars:create_sgd"
     RATES: ClassVar[str] = SGD

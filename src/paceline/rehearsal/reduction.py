@@ -34,7 +34,7 @@ from paceline.plan.steps import (
 # fp32 sum.
 _ADD, _ADD_WIDE, _ROUND = range(3)
 HELD, SUM, WIDE, ROW = "held", "sum", "wide", "row"
-# The kind and number of a plane. `_ROW` stands for the row of the rank that is being added.
+# The kind and number of a plane. `_ROW` means the row of the rank that is being added.
 Plane = tuple[str, int]
 _ROW: Plane = (ROW, 0)
 

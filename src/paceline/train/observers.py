@@ -38,7 +38,7 @@ class InputWait:
     A context manager around the wait for a batch. On a GPU, the host waits for a batch while the
     device still computes the previous step, so only the time in which the device is idle counts. CUDA
     events measure this time, which ends when the batch is ready or the device starts to prepare it.
-    Idle time beyond the host's wait is attributed to the copy.
+    Idle time beyond the host's wait is attributed to the copy of the images to the device.
     """
 
     def __init__(self, device: torch.device) -> None:

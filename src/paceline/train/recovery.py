@@ -49,7 +49,7 @@ def recover(training: Training, loop: TrainingLoop) -> None:
         loop: Its training loop.
 
     Raises:
-        LostMemberError: If another member is lost meanwhile; call this function again.
+        LostMemberError: If another member is lost during the call; call this function again.
         RunError: If fewer than `comm.min_ranks` are left. The last completed step is saved.
         PeerError: If the survivors cannot continue.
     """

@@ -112,7 +112,7 @@ class Residuals(Memory):
             if self._saved is not None:
                 if len(self._saved) < length:
                     raise CheckpointError(
-                        "the saved 8-bit residuals belong to messages of different sizes",
+                        "the rounding errors of the 8-bit wire in the checkpoint have another size",
                         "resume with the settings of [comm] in the checkpoint",
                     )
                 kept.copy_(self._saved[:length])
