@@ -285,8 +285,10 @@ def load_config(
     config = _from_file(merged, overrides, origin, trust)
     known = _known_good(tables, overrides, config)
     config = replace(config, optim=replace(config.optim, known_good=known))
-    if "optim.name" in overrides or not config.optim.follows_rule:  # else, the rule may change it
-        _refuse_unused(config, overrides)
+    # The rule may choose another optimizer, which uses these settings.
+    undecided = config.optim.follows_rule and "optim.name" not in overrides
+    checked = {n: v for n, v in overrides.items() if not (undecided and n.startswith("optim."))}
+    _refuse_unused(config, checked)
     if overrides.get("optim.warmup_epochs") and not config.optim.own_schedule.WARMS_UP:
         raise ConfigError(
             "optim.warmup_epochs", config.optim.warmup_epochs,

@@ -203,6 +203,8 @@ def measured_constants(
         return Constants(known)
     if comm.algorithm != "auto" or comm.plan or own_algorithm(comm.wire):
         return Constants()
+    if comm.min_ranks:  # only waits of `native` notice every lost rank at once
+        return Constants()
     if group.world_size < 2 or not strategy.same_weights:
         return Constants()
     find = load_part("comm.exchange_probe:find_constants", "comm.algorithm", "auto")

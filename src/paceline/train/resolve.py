@@ -181,6 +181,8 @@ def check_min_ranks(config: RunConfig, job: Job) -> None:
         )  # fmt: skip
     if job.device == "cuda":
         reasons.append("lost ranks have not been tested on GPUs")
+    if config.run.minutes:
+        reasons.append("run.minutes corrects the number of epochs on all ranks")
     if own.share_products == "on":
         reasons.append(f"optim.{config.optim.name}.share_products = 'on' needs all ranks")
     if reason := next(filter(None, reasons), ""):
