@@ -26,13 +26,13 @@ SOURCE = ROOT / "src" / "paceline"
 
 # The number of modules that a training step executes is in test_call_path.py.
 LIMITS = {
-    "lines of code in src/paceline": 41_800,
-    "lines of code that a training imports": 20_200,
-    "lines of code in tests": 41_100,
-    "settings": 149,
+    "lines of code in src/paceline": 43_400,
+    "lines of code that a training imports": 20_400,
+    "lines of code in tests": 42_200,
+    "settings": 150,
     "lines of the longest function": 80,
     "lines of the longest module": 485,
-    "words in docs, README and DESIGN": 28_300,
+    "words in docs, README and DESIGN": 29_200,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
