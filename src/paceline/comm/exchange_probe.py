@@ -60,7 +60,7 @@ _SAFETY = 1.2
 def find_constants(group: Group, settings: CommSettings, pinned: PlanFile | None) -> Constants:
     """Returns the constants of this cluster, which are equal on all ranks. A collective.
 
-    Two ranks, and NCCL on one node, use the backend's own all-reduce without a measurement.
+    Two ranks, and the ranks of one node, use the backend's own all-reduce without a measurement.
 
     Args:
         group: The ranks.
@@ -72,8 +72,8 @@ def find_constants(group: Group, settings: CommSettings, pinned: PlanFile | None
     gather = partial(all_gather_json, [group.topology.node_rank, socket.gethostname()])
     places = group.watched("the gathering of hosts", gather)
     nodes = group_ranks([node for node, _ in places])
-    if group.backend == "nccl" and len(nodes) == 1:
-        return Constants()  # NCCL chooses well inside a node
+    if len(nodes) == 1:
+        return Constants()  # on one node, differences between algorithms are within the noise
     cluster = ProbedCluster(tuple(map(len, nodes)), group.backend, group.device.type)
     if pinned is not None and same_cluster(pinned, cluster):
         return Constants(pinned, "measured when the run began")

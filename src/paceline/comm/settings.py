@@ -65,8 +65,8 @@ class CommSettings(Section):
     rendezvous_timeout_s: float = 300.0
     """How long to wait for ranks that have not connected yet."""
     algorithm: str = "auto"
-    """All-reduce algorithm: a name from docs/distributed.md, `auto` (measured when a run starts; two
-    ranks use `native`, the backend's own), or `hybrid` (by message size)."""
+    """All-reduce algorithm: a name from docs/distributed.md, `auto` (measured when a run starts; one
+    node uses `native`, the backend's own), or `hybrid` (by message size)."""
     fusion_mib: float = 16.0
     """Size at which a gradient bucket is closed, in MiB; 0 sends every tensor separately. With the
     default, `algorithm = "auto"` may choose a smaller size."""
