@@ -79,7 +79,7 @@ def test_pixels_are_refused() -> None:
     settings, source = DataSettings(decoder="nvjpeg"), MemorySource(3)
     check_source(source, settings)
     source.read = lambda i: np.zeros((4, 4, 3), dtype=np.uint8)
-    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .* stored as raw pixels; set"):
+    with pytest.raises(ConfigError, match="data.decoder = 'nvjpeg': .* raw pixels; set"):
         check_source(source, settings)
 
 

@@ -240,8 +240,7 @@ class GpuBatch(BatchInProgress):
 
 
 def _is_whole(image: DeviceImage | None, file: JpegFile) -> bool:
-    """Returns True if the decoded image has the size in the file's header, for which the crop was chosen.
-    """
+    """Returns True if the decoded image has the size in the file's header, as the crop assumes."""
     return image is not None and image[1:] == (file.width, file.height)
 
 
@@ -363,7 +362,7 @@ def check_source(source: Source, settings: DataSettings) -> None:
         return  # the loader reports it
     if not encoded:
         raise ConfigError(
-            "data.decoder", settings.decoder, "decodes JPEG files, but these images are stored as raw pixels",
+            "data.decoder", settings.decoder, "decodes JPEG files, but these images are raw pixels",
             "set data.decoder = 'auto'",
         )  # fmt: skip
 

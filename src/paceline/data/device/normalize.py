@@ -68,7 +68,9 @@ class Normalizer:
         self._kernel = kernel
         self._extra = (channels_out or channels) - channels
         if self._extra < 0:
-            raise ValueError(f"channels_out = {channels_out} must not be below channels = {channels}")
+            raise ValueError(
+                f"channels_out = {channels_out} must not be below channels = {channels}"
+            )
         self._on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._memory = ReusedMemory(_KEPT_RESULTS)
 

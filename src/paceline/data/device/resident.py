@@ -134,8 +134,7 @@ class ResidentDecoder(Decoder):
 
 
 class ResidentBatch(BatchInProgress):
-    """A batch of images from a `ResidentSet`: threads write sample indices and augmentation choices.
-    """
+    """A batch of images from a `ResidentSet`: threads write sample indices and augmentation choices."""
 
     def __init__(self, decoder: ResidentDecoder, samples: int) -> None:
         self._decoder = decoder
@@ -275,7 +274,9 @@ def create_decoder(
         resident = resident_set(source, form, settings.workers, device)
     except torch.OutOfMemoryError:
         # An error even with "auto", because ranks and resumed runs must not choose differently by chance.
-        raise _error(settings, f"the decoded images need {size:,.0f} MiB, more than {device} has free") from None
+        raise _error(
+            settings, f"the decoded images need {size:,.0f} MiB, more than {device} has free"
+        ) from None
     return ResidentDecoder(resident, settings if training else None), ""
 
 
