@@ -279,7 +279,8 @@ class Supervisor:
             # A rank reports the first signal that it gets.
             self._request(number, signal.SIGTERM)
         # All ranks get SIGTERM, which ends a starting interpreter without the traceback of SIGINT.
-        self._end_ranks(0.0)
+        # It comes later, so that a busy rank has handled the first signal by then.
+        self._end_ranks(0.0 if number == signal.SIGTERM else _TOGETHER_S)
 
     def _end_ranks(self, after_s: float) -> None:
         now = time.monotonic()
