@@ -105,9 +105,11 @@ def _crafted(probe: Any, names: Any) -> list[MeasuredSize]:
 
 
 def _auto(rank: int, output: str, values: dict[str, Any], measure: Any) -> dict[str, Any]:
-    """Trains with `comm.algorithm = auto`, with a cache folder and measured times of its own."""
+    """Trains on two nodes with `comm.algorithm = auto`, another cache folder, and given times."""
+    places = {"LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
+    place = {name: str(number) for name, number in places.items()}
     with (
-        mock.patch.dict("os.environ", {"XDG_CACHE_HOME": f"{output}-cache"}),
+        mock.patch.dict("os.environ", {"XDG_CACHE_HOME": f"{output}-cache", **place}),
         mock.patch.object(exchange_probe.AllReduceProbe, "measure", measure),
     ):
         return run_small(output, **LARGE | values).summary
